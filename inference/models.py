@@ -2,8 +2,12 @@
 
 import uuid
 
+from django.core.validators import MinValueValidator, RegexValidator
 from django.db import models
-from django.db.models import Q
+from django.db.models import F, Q
+
+# A name stands in URLs and in the names of Celery queues.
+MODEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
 
 
 class BaseModel(models.Model):
@@ -19,7 +23,12 @@ class BaseModel(models.Model):
         FLOAT16 = "float16"
         FLOAT32 = "float32"
 
-    name = models.SlugField(max_length=100, unique=True, help_text="What requests call it, such as llama-8b.")
+    name = models.CharField(
+        max_length=100,
+        unique=True,
+        validators=[RegexValidator(MODEL_NAME_PATTERN, "Letters, digits, dots, dashes and underscores only.")],
+        help_text="What requests call it, such as llama-8b.",
+    )
     source = models.CharField(max_length=500, help_text="A hub id, a folder, or package:<name>==<version>.")
     revision = models.CharField(max_length=100, blank=True)
     served_model_name = models.CharField(max_length=200, help_text="The checkpoint's name, as answers give it.")
@@ -28,10 +37,17 @@ class BaseModel(models.Model):
     has_harvest = models.BooleanField(default=True, verbose_name="harvest", help_text="Whether Harvest jobs are taken.")
 
     dtype = models.CharField(max_length=10, choices=Dtype, default=Dtype.AUTO)
-    max_model_len = models.PositiveIntegerField(null=True, blank=True, help_text="Lowers the context; empty: its own.")
-    tensor_parallel_size = models.PositiveIntegerField(default=1)
+    max_model_len = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        validators=[MinValueValidator(2)],
+        help_text="Lowers the context; empty: its own.",
+    )
+    tensor_parallel_size = models.PositiveIntegerField(default=1, validators=[MinValueValidator(1)])
     kv_cache_bytes = models.PositiveBigIntegerField(null=True, blank=True, help_text="Empty: vLLM decides.")
-    max_num_seqs = models.PositiveIntegerField(default=256, help_text="Sequences that an engine runs at once.")
+    max_num_seqs = models.PositiveIntegerField(
+        default=256, validators=[MinValueValidator(1)], help_text="Sequences that an engine runs at once."
+    )
     extra_args = models.JSONField(default=dict, blank=True, help_text="Further vLLM engine arguments, allow-listed.")
 
     n_layers = models.PositiveIntegerField(editable=False)
@@ -40,10 +56,28 @@ class BaseModel(models.Model):
     context_length = models.PositiveIntegerField(editable=False, help_text="The checkpoint's own.")
     bos_token_id = models.PositiveIntegerField(null=True, editable=False)
     activation_dtype = models.CharField(max_length=10, choices=Dtype, editable=False)
+    load_seconds = models.FloatField(null=True, editable=False, help_text="How long its last inference engine loaded.")
 
     class Meta:
         verbose_name = "Base model"
         ordering = ["name"]
+        constraints = [
+            models.CheckConstraint(condition=Q(name__regex=MODEL_NAME_PATTERN), name="inference_model_name"),
+            models.CheckConstraint(
+                condition=Q(max_model_len__isnull=True)
+                | Q(max_model_len__gte=2, max_model_len__lte=F("context_length")),
+                name="inference_model_context_only_lowered",
+                violation_error_message="max_model_len may only lower the checkpoint's context.",
+            ),
+            models.CheckConstraint(
+                condition=Q(tensor_parallel_size__gte=1, max_num_seqs__gte=1), name="inference_model_engine_sizes"
+            ),
+            models.CheckConstraint(
+                condition=Q(n_layers__gte=1, hidden_size__gte=1, vocab_size__gte=1, context_length__gte=2)
+                & ~Q(activation_dtype="auto"),
+                name="inference_model_checkpoint_facts",
+            ),
+        ]
 
     def __str__(self) -> str:
         return self.name
@@ -51,7 +85,7 @@ class BaseModel(models.Model):
     @property
     def effective_max_model_len(self) -> int:
         """The context that requests and harvests have: the checkpoint's, or the operator's lower one."""
-        return min(self.max_model_len or self.context_length, self.context_length)
+        return self.max_model_len if self.max_model_len is not None else self.context_length
 
 
 class CheckpointFiles(models.Model):
@@ -62,9 +96,15 @@ class CheckpointFiles(models.Model):
     tokenizer_zstd = models.BinaryField()
     sha256 = models.CharField(max_length=64, help_text="Of the tokenizer's bytes before compression.")
 
+    def __str__(self) -> str:
+        return f"files of {self.base_model}"
+
 
 class Engine(models.Model):
-    """A running inference worker or runner of a Base model: it writes its heartbeat and leaves when it stops."""
+    """A running inference worker or runner of a Base model: it writes its heartbeat and leaves when it stops.
+
+    A row whose heartbeat is older than `settings.ENGINE_SILENT_AFTER` counts as gone, and is swept.
+    """
 
     class Kind(models.TextChoices):
         INFERENCE = "inference"
@@ -83,7 +123,6 @@ class Engine(models.Model):
     started_at = models.DateTimeField(auto_now_add=True)
     live_at = models.DateTimeField(null=True)
     heartbeat_at = models.DateTimeField()
-    load_seconds_estimate = models.FloatField(null=True, help_text="How long the last load of this model took.")
 
     class Meta:
         indexes = [models.Index(fields=["base_model", "kind", "heartbeat_at"])]

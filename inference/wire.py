@@ -14,7 +14,8 @@ TensorDtype = Literal["bfloat16", "float16", "float32"]
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample: the fields of `POST /v1/completions`, already checked, by vLLM's own names.
 
-    `logprobs` and `prompt_logprobs` count alternatives (-1: the whole vocabulary), None asks for none.
+    `logprobs` and `prompt_logprobs` count alternatives (-1: the whole vocabulary), None asks for none. The API takes
+    two things that vLLM 0.32 itself refuses: a temperature over 2 (to 100), and temperature 0 with `n` over 1.
     """
 
     max_tokens: int
@@ -114,3 +115,37 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     max_num_seqs: int = 256
     revision: str | None = None
     extra_args: dict[str, bool | int | float | str] = {}
+
+
+class CompletionWork(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A whole `POST /v1/completions`, checked and tokenised: what the API sends to an inference worker.
+
+    `prompt_texts` holds each prompt as given (None: token ids were given, so that echo decodes them). With `echo`
+    and `logprobs`, `sampling.prompt_logprobs` is set, as vLLM's server does. `sampling.max_tokens` may be 0 (with
+    `echo` only): the prompt is scored and nothing is generated. `is_steered` also says so when every vector had scale
+    0 and `steering` is empty. `hold_tokens` are the prompts' tokens plus prompts * n * max_tokens. `created` and
+    `deadline` are unix seconds; `user` is the caller's own word for their end user.
+    """
+
+    request_id: str
+    model: str
+    served_model_name: str
+    created: int
+    deadline: float
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_texts: tuple[str | None, ...]
+    sampling: Sampling
+    hold_tokens: int
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    capture_layers: tuple[int, ...] = ()
+    steering: tuple[SteeringVector, ...] = ()
+    is_steered: bool = False
+    user: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of all prompts together."""
+        return sum(map(len, self.prompts))
