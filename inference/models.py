@@ -2,9 +2,12 @@
 
 import uuid
 
+from django.core.exceptions import ValidationError
 from django.core.validators import MinValueValidator, RegexValidator
 from django.db import models
 from django.db.models import F, Q
+
+from inference.engine_args import check_engine_args
 
 # A name stands in URLs and in the names of Celery queues.
 MODEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
@@ -81,6 +84,20 @@ class BaseModel(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+    def clean(self) -> None:
+        """Check what spans fields: engine arguments by the allow-list, and a context that is only lowered."""
+        faults: dict[str, ValidationError] = {}
+        if self.max_model_len is not None and self.context_length and self.max_model_len > self.context_length:
+            faults["max_model_len"] = ValidationError(
+                f"The checkpoint's context is {self.context_length:,} tokens; max_model_len may only lower it."
+            )
+        try:
+            check_engine_args(self.extra_args, context_length=self.effective_max_model_len)
+        except ValidationError as error:
+            faults["extra_args"] = error
+        if faults:
+            raise ValidationError(faults)
 
     @property
     def effective_max_model_len(self) -> int:

@@ -1,0 +1,204 @@
+"""What changes Base models and the registry of engines."""
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, cast
+from uuid import UUID
+
+import zstandard
+from django.conf import settings
+from django.core.exceptions import ValidationError
+from django.db import transaction
+from django.db.models import F, ProtectedError, RestrictedError
+from django.db.models.functions import Extract, Now
+
+from inference.checkpoints import CheckpointError, CheckpointFacts, checkpoint_folder, read_checkpoint_facts
+from inference.models import BaseModel, CheckpointFiles, Engine
+from inference.wire import EngineOptions
+
+# Changing one of these means another checkpoint, or another reading of it.
+CHECKPOINT_FIELDS: Final = frozenset({"source", "revision", "dtype"})
+CHANGEABLE_FIELDS: Final = CHECKPOINT_FIELDS | {
+    "served_model_name",
+    "is_enabled",
+    "has_harvest",
+    "max_model_len",
+    "tensor_parallel_size",
+    "kv_cache_bytes",
+    "max_num_seqs",
+    "extra_args",
+}
+
+
+def add_model(*, name: str, source: str, on_progress: Callable[[str], None] | None = None, **fields: Any) -> BaseModel:
+    """Add a Base model, with the facts that its checkpoint tells; `fields` are further fields of BaseModel.
+
+    A folder's path is kept absolute. Raises CheckpointError when the source can't be read, ValidationError for a
+    field that is wrong or a name that is taken.
+    """
+    model = BaseModel(name=name, source=_whole_source(source), **_only_changeable(fields))
+    model.served_model_name = model.served_model_name or _checkpoint_name(source)
+    facts = _read_facts(model, on_progress=on_progress)
+    with transaction.atomic():
+        _take_facts(model, facts)
+        model.full_clean()
+        model.save(force_insert=True)
+        _keep_files(model, facts)
+    return model
+
+
+def update_model(
+    *, model: BaseModel, refresh: bool = False, on_progress: Callable[[str], None] | None = None, **changes: Any
+) -> BaseModel:
+    """Change fields of `model`; reads the checkpoint again when they name another, or with `refresh`.
+
+    Engines that run keep what they loaded until they start again. Raises as `add_model` does.
+    """
+    changes = _only_changeable(changes)
+    if "source" in changes:
+        changes["source"] = _whole_source(changes["source"])
+    reread = refresh or any(name in changes and changes[name] != getattr(model, name) for name in CHECKPOINT_FIELDS)
+    for name, value in changes.items():
+        setattr(model, name, value)
+    facts = _read_facts(model, on_progress=on_progress) if reread else None
+    with transaction.atomic():
+        if facts:
+            _take_facts(model, facts)
+        model.full_clean()
+        if not facts:
+            model.save(update_fields=list(changes))
+        else:
+            model.save()
+            _keep_files(model, facts)
+    return model
+
+
+def set_enabled(*, model: BaseModel, enabled: bool) -> None:
+    """Switch a model on or off; off, the API does not know it."""
+    BaseModel.objects.filter(pk=model.pk).update(is_enabled=enabled)
+    model.is_enabled = enabled
+
+
+def remove_model(*, model: BaseModel) -> None:
+    """Delete a model and its engines' rows; raises ValidationError while other rows need it."""
+    try:
+        model.delete()
+    except (ProtectedError, RestrictedError) as error:
+        raise ValidationError(f"{model.name} has jobs; switch it off instead.") from error
+
+
+def engine_options(*, model: BaseModel, checkpoint: str) -> EngineOptions:
+    """How an engine loads `model` from `checkpoint` (a folder or a hub id).
+
+    The dtype is always said: vLLM's own "auto" turns a float32 checkpoint into bfloat16.
+    """
+    return EngineOptions(
+        checkpoint=checkpoint,
+        dtype=cast("Any", model.activation_dtype),
+        max_model_len=model.effective_max_model_len,
+        tensor_parallel_size=model.tensor_parallel_size,
+        kv_cache_bytes=model.kv_cache_bytes,
+        max_num_seqs=model.max_num_seqs,
+        revision=model.revision or None,
+        extra_args=dict(model.extra_args),
+    )
+
+
+def register_engine(*, model: BaseModel, kind: Engine.Kind) -> Engine:
+    """Write the row of an engine that starts in this process, `starting` until `mark_live`."""
+    return Engine.objects.create(
+        base_model=model, kind=kind, host=socket.gethostname()[:255], pid=os.getpid(), heartbeat_at=Now()
+    )
+
+
+def heartbeat(*, engine_id: UUID) -> bool:
+    """Say that the engine is alive, by the database's clock. False: its row is gone (swept, or its model removed)."""
+    return Engine.objects.filter(pk=engine_id).update(heartbeat_at=Now()) == 1
+
+
+def mark_live(*, engine: Engine) -> None:
+    """The engine serves from now on; an inference engine's load time becomes its model's estimate.
+
+    Its row is written anew when it was swept meanwhile, as a load may block the heartbeat for long.
+    """
+    with transaction.atomic():
+        changes = {"status": Engine.Status.LIVE, "live_at": Now(), "heartbeat_at": Now()}
+        _update_or_write_again(engine, changes)
+        if engine.kind == Engine.Kind.INFERENCE:
+            took = Engine.objects.filter(pk=engine.pk).values_list(
+                Extract(F("live_at") - F("started_at"), "epoch"), flat=True
+            )[0]
+            BaseModel.objects.filter(pk=engine.base_model_id).update(load_seconds=float(took))
+
+
+def mark_starting(*, engine: Engine) -> None:
+    """The engine loads again, after it died under its worker."""
+    changes = {"status": Engine.Status.STARTING, "live_at": None, "started_at": Now(), "heartbeat_at": Now()}
+    _update_or_write_again(engine, changes)
+
+
+def leave_engine(*, engine_id: UUID) -> None:
+    """Take the row of an engine that stops away."""
+    Engine.objects.filter(pk=engine_id).delete()
+
+
+def sweep_silent_engines() -> int:
+    """Delete the rows whose heartbeat is older than `settings.ENGINE_SILENT_AFTER`; returns how many."""
+    deleted, _ = Engine.objects.filter(heartbeat_at__lt=Now() - settings.ENGINE_SILENT_AFTER).delete()
+    return deleted
+
+
+def _update_or_write_again(engine: Engine, changes: dict[str, Any]) -> None:
+    if not Engine.objects.filter(pk=engine.pk).update(**changes):
+        engine.heartbeat_at = Now()  # type: ignore[assignment]
+        engine.status, engine.live_at = Engine.Status.STARTING, None
+        engine.save(force_insert=True)
+        Engine.objects.filter(pk=engine.pk).update(**changes)
+    engine.refresh_from_db()
+
+
+def _only_changeable(fields: dict[str, Any]) -> dict[str, Any]:
+    for name in fields:
+        if name not in CHANGEABLE_FIELDS:
+            raise ValidationError(f"{name} can't be set.")
+    return fields
+
+
+def _whole_source(source: str) -> str:
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def _checkpoint_name(source: str) -> str:
+    if source.startswith("package:"):
+        return source.removeprefix("package:").partition("==")[0]
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def _read_facts(model: BaseModel, *, on_progress: Callable[[str], None] | None) -> CheckpointFacts:
+    facts = read_checkpoint_facts(checkpoint_folder(model.source, revision=model.revision, on_progress=on_progress))
+    if model.dtype == BaseModel.Dtype.AUTO and facts.dtype is None:
+        raise CheckpointError(
+            "The checkpoint's config.json names no dtype that activations come in; choose bfloat16, float16 or float32."
+        )
+    return facts
+
+
+def _take_facts(model: BaseModel, facts: CheckpointFacts) -> None:
+    model.n_layers, model.hidden_size = facts.n_layers, facts.hidden_size
+    model.vocab_size, model.context_length = facts.vocab_size, facts.context_length
+    model.bos_token_id = facts.bos_token_id
+    model.activation_dtype = str(facts.dtype if model.dtype == BaseModel.Dtype.AUTO else model.dtype)
+
+
+def _keep_files(model: BaseModel, facts: CheckpointFacts) -> None:
+    CheckpointFiles.objects.update_or_create(
+        base_model=model,
+        defaults={
+            "config": facts.config,
+            "tokenizer_zstd": zstandard.ZstdCompressor(level=9).compress(facts.tokenizer),
+            "sha256": hashlib.sha256(facts.tokenizer).hexdigest(),
+        },
+    )
