@@ -1,0 +1,103 @@
+"""What every test has: a real PostgreSQL and Valkey, and on demand the real processes (see `tests.stack`).
+
+pytest-django reads the settings when pytest is configured, and the settings read the environment. So the servers start
+here, at import, before any test module, and any conftest below may import models.
+"""
+
+import atexit
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import django
+import pytest
+
+from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
+from acsinfra.quickstart.supervisor import Supervisor
+from tests.stack import Stack
+
+HOME = Path(tempfile.mkdtemp(prefix="acs-tests-"))
+SUPERVISOR = Supervisor(HOME)
+POSTGRES = EmbeddedPostgres(SUPERVISOR, durable=False)
+VALKEY = EmbeddedValkey(SUPERVISOR)
+
+
+@atexit.register
+def _end_everything() -> None:
+    SUPERVISOR.close()
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+POSTGRES.start()
+VALKEY.start()
+os.environ.update(
+    {
+        "DJANGO_SETTINGS_MODULE": "acsinfra.settings",
+        "ACSINFRA_HOME": str(HOME),
+        "DATABASE_URL": POSTGRES.url,
+        "BROKER_URL": VALKEY.url,
+        "STORAGE_URL": (HOME / "files").as_uri(),
+        "SECRET_KEY": secrets.token_urlsafe(50),
+        "ALLOWED_HOSTS": "127.0.0.1,localhost,testserver",
+        "ALLOW_PLAIN_HTTP": "true",
+        "HF_HUB_OFFLINE": "1",
+    }
+)
+(HOME / "files").mkdir()
+django.setup()
+
+_running_stack: list[Stack] = []
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the tiny model in float32."""
+    from tests.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def stack(tiny_model: Path) -> Iterator[Stack]:
+    """Return the real processes over a database of their own; none runs until it is asked for."""
+    stack = Stack(SUPERVISOR, postgres=POSTGRES, valkey=VALKEY, tiny_model=tiny_model)
+    _running_stack.append(stack)
+    yield stack
+    _running_stack.remove(stack)
+    stack.close()
+
+
+@pytest.fixture(scope="session")
+def api(stack: Stack) -> Stack:
+    """Return the stack with the API."""
+    stack.start("api")
+    return stack
+
+
+@pytest.fixture(scope="session")
+def inference_stack(api: Stack) -> Stack:
+    """Return the stack with the API and an inference worker of the model `tiny`."""
+    api.start("inference")
+    return api
+
+
+@pytest.fixture(scope="session")
+def harvest_stack(api: Stack) -> Stack:
+    """Return the stack with the API, a runner of the model `tiny` and the scheduler."""
+    api.start("runner", "scheduler")
+    return api
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the stack's processes logged, where a test of theirs failed."""
+    report = yield
+    if report.failed and {"stack", "api", "inference_stack", "harvest_stack"} & set(getattr(item, "fixturenames", ())):
+        for stack in _running_stack:
+            report.sections.extend((f"log of {name}", text) for name, text in stack.log_tails().items())
+    return report

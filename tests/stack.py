@@ -1,0 +1,203 @@
+"""The real processes for tests: the API, an inference worker, a runner, the scheduler, over a database of their own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import httpx
+
+from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey, free_port
+from acsinfra.quickstart.supervisor import PROJECT, Child, Supervisor
+
+Part = Literal["api", "inference", "runner", "scheduler"]
+START_SECONDS = 180
+GENEROUS = {"requests_at_once": 512, "requests_queued": 4096, "requests_per_minute": 1_000_000} | {
+    "harvests_unfinished": 100
+}
+
+MAKE_USER = """
+from accounts.models import User
+from accounts.services import create_key, create_user
+user = create_user(username=name, email=f"{name}@example.org", password=None)
+User.objects.filter(pk=user.pk).update(**limits)
+key, text = create_key(user=user, name="tests")
+result = {"id": user.pk, "key_id": key.pk, "username": user.username, "key": text}
+"""
+
+
+@dataclass(frozen=True)
+class StackUser:
+    """A User of the stack's database and the text of their key."""
+
+    id: int
+    key_id: int
+    username: str
+    key: str
+
+
+class Stack:
+    """The processes under test. Each part starts when it is first asked for, and stays until `close`.
+
+    `env` is the environment of every part: change it before a part starts, or `restart` the part.
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, *, postgres: EmbeddedPostgres, valkey: EmbeddedValkey, tiny_model: Path
+    ) -> None:
+        self._supervisor = supervisor
+        self._users = 0
+        self._console: subprocess.Popen[str] | None = None
+        self.children: dict[str, Child] = {}
+        self.tiny_model = tiny_model
+        self.home = supervisor.home / "stack"
+        self.files = self.home / "files"
+        self.files.mkdir(parents=True)
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.env = {
+            **os.environ,
+            "ACSINFRA_HOME": str(self.home),
+            "DATABASE_URL": postgres.create_database("stack"),
+            "BROKER_URL": valkey.url.removesuffix("/0") + "/1",
+            "STORAGE_URL": self.files.as_uri(),
+            "PUBLIC_URL": self.base_url,
+        }
+        self.manage("migrate", "--verbosity", "0")
+        self.manage("addmodel", "tiny", "--source", str(tiny_model), "--dtype", "float32", "--max-num-seqs", "64")
+        self.user = self.new_user()
+
+    # Talking to it
+
+    def manage(self, *arguments: str) -> str:
+        """Run a management command in the stack's environment and return what it printed."""
+        command = [sys.executable, "manage.py", *arguments]
+        result = subprocess.run(command, cwd=PROJECT, env=self.env, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"manage.py {arguments[0]} failed:\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    def django(self, code: str, **names: Any) -> Any:
+        """Run Python `code` in a process that has the stack's settings, with the given names (JSON values).
+
+        Returns what the code left in `result`, as JSON brings it back. Raises AssertionError with its traceback.
+        """
+        if self._console is None or self._console.poll() is not None:
+            self._console = subprocess.Popen(
+                [sys.executable, "-m", "tests.stack_console"],
+                cwd=PROJECT,
+                env=self.env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._console.stdin is not None
+        assert self._console.stdout is not None
+        print(json.dumps({"code": code, "names": names}), file=self._console.stdin, flush=True)
+        answer = json.loads(self._console.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    def new_user(self, **limits: int | None) -> StackUser:
+        """Make a User with a key and generous limits, or the ones given (None: the setting's default)."""
+        self._users += 1
+        made = self.django(MAKE_USER, name=f"user{self._users}", limits={**GENEROUS, **limits})
+        return StackUser(**made)
+
+    def client(self, user: StackUser | None = None, **options: Any) -> httpx.Client:
+        """Return an HTTP client with the key of `user` (the stack's own User by default), based at `/v1/`."""
+        headers = {"Authorization": f"Bearer {(user or self.user).key}"}
+        return httpx.Client(**{"base_url": f"{self.base_url}/v1/", "headers": headers, "timeout": 120, **options})
+
+    def async_client(self, user: StackUser | None = None, **options: Any) -> httpx.AsyncClient:
+        """Return an asynchronous HTTP client, as `client` does."""
+        headers = {"Authorization": f"Bearer {(user or self.user).key}"}
+        return httpx.AsyncClient(**{"base_url": f"{self.base_url}/v1/", "headers": headers, "timeout": 120, **options})
+
+    # Its processes
+
+    def start(self, *parts: Part) -> None:
+        """Start the parts that do not run, and wait until each serves."""
+        missing = [part for part in parts if part not in self.children]
+        for part in missing:
+            self.children[part] = self._supervisor.spawn(f"stack-{part}", self._command(part), env=self.env)
+        for part in missing:
+            self.wait_until_ready(part)
+
+    def kill(self, part: Part) -> None:
+        """End a part and its whole process group by SIGKILL."""
+        self._supervisor.kill(self.children.pop(part).name)
+
+    def stop(self, part: Part) -> None:
+        """End a part by SIGTERM, as systemd does."""
+        self._supervisor.stop(self.children.pop(part).name)
+
+    def restart(self, part: Part) -> None:
+        """End a part by SIGTERM if it runs, and start it again."""
+        if part in self.children:
+            self.stop(part)
+        self.start(part)
+
+    def close(self) -> None:
+        """End every part."""
+        for part in list(self.children):
+            self.stop(cast("Part", part))
+        if self._console and self._console.stdin:
+            self._console.stdin.close()
+            self._console.wait()
+
+    def log(self, part: Part) -> str:
+        """Return what a part has logged since it started."""
+        return self.children[part].log_text()
+
+    def log_tails(self, n_lines: int = 60) -> dict[str, str]:
+        """Return the last lines of each part's log."""
+        return {
+            name: "\n".join(child.log_text().splitlines()[-n_lines:]) for name, child in list(self.children.items())
+        }
+
+    def wait_until_ready(self, part: Part) -> None:
+        """Wait until a part serves. Raises ChildFailed if it ends instead."""
+        tests: dict[str, Callable[[], bool]] = {
+            "api": self._api_answers,
+            "inference": self._inference_is_live,
+            "runner": lambda: self._engines("runner") > 0,
+            "scheduler": lambda: "ready" in self.log("scheduler"),
+        }
+        self.wait_for(tests[part], part=part)
+
+    def wait_for(self, is_true: Callable[[], bool], *, part: Part, seconds: float = START_SECONDS) -> None:
+        """Wait until `is_true`, while `part` runs."""
+        deadline = time.monotonic() + seconds
+        while not is_true():
+            self.children[part].check()
+            assert time.monotonic() < deadline, f"{part} was not ready within {seconds} s:\n{self.log(part)[-4000:]}"
+            time.sleep(0.1)
+
+    def _command(self, part: Part) -> list[str]:
+        if part == "api":
+            options = ["--host", "127.0.0.1", "--port", str(self.port), "--loop", "uvloop", "--http", "httptools"]
+            return [sys.executable, "-m", "uvicorn", "acsinfra.asgi:application", *options, "--no-access-log"]
+        arguments = [part] if part == "scheduler" else [part, "tiny"]
+        return [sys.executable, "manage.py", *arguments]
+
+    def _api_answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.base_url}/healthz").status_code == 200
+        return False
+
+    def _engines(self, kind: str, **which: str) -> int:
+        code = "from inference.models import Engine; result = Engine.objects.filter(**which).count()"
+        return int(self.django(code, which={"kind": kind, "pid": self.children[kind].process.pid, **which}))
+
+    def _inference_is_live(self) -> bool:
+        if "api" in self.children:
+            with self.client() as client:
+                answer = client.get("models/tiny")
+            return answer.status_code == 200 and answer.json()["status"] == "live"
+        return self._engines("inference", status="live") > 0
