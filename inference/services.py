@@ -6,14 +6,13 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, cast
-from uuid import UUID
 
 import zstandard
 from django.conf import settings
 from django.core.exceptions import ValidationError
-from django.db import transaction
-from django.db.models import F, ProtectedError, RestrictedError
-from django.db.models.functions import Extract, Now
+from django.db import IntegrityError, transaction
+from django.db.models import ProtectedError, RestrictedError
+from django.db.models.functions import Now
 
 from inference.checkpoints import CheckpointError, CheckpointFacts, checkpoint_folder, read_checkpoint_facts
 from inference.models import BaseModel, CheckpointFiles, Engine
@@ -114,35 +113,38 @@ def register_engine(*, model: BaseModel, kind: Engine.Kind) -> Engine:
     )
 
 
-def heartbeat(*, engine_id: UUID) -> bool:
-    """Say that the engine is alive, by the database's clock. False: its row is gone (swept, or its model removed)."""
-    return Engine.objects.filter(pk=engine_id).update(heartbeat_at=Now()) == 1
+def heartbeat(*, engine: Engine) -> bool:
+    """Say that the engine is alive, by the database's clock; writes its row anew when it was swept in a long silence.
+
+    False when the model itself was removed: the engine has nothing left to serve.
+    """
+    if Engine.objects.filter(pk=engine.pk).update(heartbeat_at=Now()):
+        return True
+    try:
+        _write_again(engine)
+    except IntegrityError:
+        return False
+    return True
 
 
 def mark_live(*, engine: Engine) -> None:
-    """The engine serves from now on; an inference engine's load time becomes its model's estimate.
-
-    Its row is written anew when it was swept meanwhile, as a load may block the heartbeat for long.
-    """
+    """The engine serves from now on; an inference engine's load time becomes its model's estimate."""
     with transaction.atomic():
-        changes = {"status": Engine.Status.LIVE, "live_at": Now(), "heartbeat_at": Now()}
-        _update_or_write_again(engine, changes)
-        if engine.kind == Engine.Kind.INFERENCE:
-            took = Engine.objects.filter(pk=engine.pk).values_list(
-                Extract(F("live_at") - F("started_at"), "epoch"), flat=True
-            )[0]
-            BaseModel.objects.filter(pk=engine.base_model_id).update(load_seconds=float(took))
+        _change(engine, status=Engine.Status.LIVE, live_at=Now())
+        if engine.kind == Engine.Kind.INFERENCE and engine.live_at:
+            seconds = (engine.live_at - engine.started_at).total_seconds()
+            BaseModel.objects.filter(pk=engine.base_model_id).update(load_seconds=seconds)
 
 
 def mark_starting(*, engine: Engine) -> None:
     """The engine loads again, after it died under its worker."""
-    changes = {"status": Engine.Status.STARTING, "live_at": None, "started_at": Now(), "heartbeat_at": Now()}
-    _update_or_write_again(engine, changes)
+    with transaction.atomic():
+        _change(engine, status=Engine.Status.STARTING, live_at=None, started_at=Now())
 
 
-def leave_engine(*, engine_id: UUID) -> None:
+def leave_engine(*, engine: Engine) -> None:
     """Take the row of an engine that stops away."""
-    Engine.objects.filter(pk=engine_id).delete()
+    Engine.objects.filter(pk=engine.pk).delete()
 
 
 def sweep_silent_engines() -> int:
@@ -151,12 +153,20 @@ def sweep_silent_engines() -> int:
     return deleted
 
 
-def _update_or_write_again(engine: Engine, changes: dict[str, Any]) -> None:
+def _change(engine: Engine, **changes: Any) -> None:
+    changes["heartbeat_at"] = Now()
     if not Engine.objects.filter(pk=engine.pk).update(**changes):
-        engine.heartbeat_at = Now()  # type: ignore[assignment]
-        engine.status, engine.live_at = Engine.Status.STARTING, None
-        engine.save(force_insert=True)
+        _write_again(engine)
         Engine.objects.filter(pk=engine.pk).update(**changes)
+    engine.refresh_from_db()
+
+
+def _write_again(engine: Engine) -> None:
+    engine.heartbeat_at = Now()  # type: ignore[assignment]
+    started_at = engine.started_at
+    engine.save(force_insert=True)
+    # auto_now_add overwrote it
+    Engine.objects.filter(pk=engine.pk).update(started_at=started_at)
     engine.refresh_from_db()
 
 
