@@ -7,3 +7,7 @@ class AcsInfraConfig(AppConfig):
     """Holds `acsinfra.core` and the quickstart."""
 
     name = "acsinfra"
+
+    def ready(self) -> None:
+        """Register the checks of the settings."""
+        from acsinfra.core import checks  # noqa: F401

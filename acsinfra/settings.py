@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import environ
+from django.utils.csp import CSP
 
 from acsinfra.core.logs import logging_config
 
@@ -27,6 +28,7 @@ ALLOWED_HOSTS = env.list("ALLOWED_HOSTS", default=[])
 CSRF_TRUSTED_ORIGINS = [PUBLIC_URL] if PUBLIC_URL else []
 BEHIND_TLS_PROXY = env.bool("BEHIND_TLS_PROXY", default=False)
 ALLOW_PLAIN_HTTP = env.bool("ALLOW_PLAIN_HTTP", default=False)
+ALLOW_PLAIN_SERVICES = env.bool("ALLOW_PLAIN_SERVICES", default=False)
 
 # The parts: PostgreSQL, a Redis or Valkey broker, a folder or S3
 DATABASE_URL = env.str("DATABASE_URL", default="")
@@ -53,13 +55,14 @@ INSTALLED_APPS = [
 ]
 MIDDLEWARE = [
     "acsinfra.core.middleware.RequestIdMiddleware",
-    "django.middleware.security.SecurityMiddleware",
-    "whitenoise.middleware.WhiteNoiseMiddleware",
     "acsinfra.core.middleware.ApiMiddleware",
     "acsinfra.core.middleware.PagesOnlyMiddleware",
 ]
 # Sessions, CSRF and messages belong to the pages alone: PagesOnlyMiddleware runs these for paths outside /v1.
 PAGES_MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.middleware.csp.ContentSecurityPolicyMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
@@ -68,6 +71,7 @@ PAGES_MIDDLEWARE = [
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 ROOT_URLCONF = "acsinfra.urls"
+APPEND_SLASH = False
 ASGI_APPLICATION = "acsinfra.asgi.application"
 TEMPLATES = [
     {
@@ -117,6 +121,17 @@ SESSION_COOKIE_HTTPONLY = True
 SECURE_HSTS_SECONDS = 0 if ALLOW_PLAIN_HTTP else 31_536_000
 SECURE_REFERRER_POLICY = "same-origin"
 X_FRAME_OPTIONS = "DENY"
+SECURE_CSP = {
+    "default-src": [CSP.NONE],
+    "script-src": [CSP.SELF],
+    "style-src": [CSP.SELF],
+    "img-src": [CSP.SELF, "data:"],
+    "font-src": [CSP.SELF],
+    "connect-src": [CSP.SELF],
+    "form-action": [CSP.SELF],
+    "base-uri": [CSP.NONE],
+    "frame-ancestors": [CSP.NONE],
+}
 
 LOGGING_CONFIG = None
 LOG_LEVEL = env.str("LOG_LEVEL", default="INFO")

@@ -1,7 +1,21 @@
 """Every error of the API: `{"error": {"message", "type", "code", "param"}}`, whatever the status."""
 
+import functools
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
+
+import psycopg
+import redis.exceptions
+import structlog
+from django.core.exceptions import SuspiciousOperation
+from django.db import InterfaceError, OperationalError
+from django.http import Http404
+from kombu.exceptions import OperationalError as BrokerError
+from rest_framework import exceptions as drf
+from rest_framework.response import Response
+
+logger = structlog.get_logger(__name__)
 
 
 class ErrorCode(StrEnum):
@@ -96,3 +110,102 @@ class ApiError(Exception):
 def invalid(message: str, *, param: str | None = None) -> ApiError:
     """A `400 invalid_request` for `param`."""
     return ApiError(ErrorCode.INVALID_REQUEST, message, param=param)
+
+
+def printable(name: str) -> str:
+    """A name out of a request, safe and short enough for a message or a `param`."""
+    text = name.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\u0000")
+    return text if len(text) <= 100 else text[:100] + "…"
+
+
+def not_found(message: str = "There is nothing here.") -> ApiError:
+    """The one `404 not_found`, of an id that never existed as of another User's."""
+    return ApiError(ErrorCode.NOT_FOUND, message)
+
+
+def service_unavailable() -> ApiError:
+    """A `503 service_unavailable`: the database, the broker or the storage is away."""
+    return ApiError(
+        ErrorCode.SERVICE_UNAVAILABLE,
+        "A part of this service is away for the moment. Try again.",
+        headers={"Retry-After": "5"},
+    )
+
+
+@functools.cache
+def _away() -> tuple[type[Exception], ...]:
+    """What the clients of the database, the broker and the storage raise when those are away."""
+    from acsinfra.core.storage import StorageUnavailableError
+
+    return (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        OperationalError,
+        InterfaceError,
+        redis.exceptions.ConnectionError,
+        redis.exceptions.TimeoutError,
+        redis.exceptions.OutOfMemoryError,
+        redis.exceptions.ReadOnlyError,
+        BrokerError,
+        StorageUnavailableError,
+        ConnectionError,
+    )
+
+
+def api_error_of(error: Exception) -> ApiError:
+    """The answer to `error`: an ApiError itself, what DRF and Django raise, a part that is away, else a logged 500."""
+    match error:
+        case ApiError():
+            return error
+        case drf.MethodNotAllowed():
+            return ApiError(ErrorCode.METHOD_NOT_ALLOWED, "This route does not take this method.")
+        case drf.NotAuthenticated() | drf.AuthenticationFailed():
+            return invalid_api_key()
+        case drf.UnsupportedMediaType():
+            return ApiError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "The body must be sent as application/json.")
+        case drf.ParseError():
+            return ApiError(ErrorCode.BAD_JSON, "The body is not JSON.")
+        case drf.NotFound() | Http404():
+            return not_found()
+        case SuspiciousOperation():
+            return invalid("The request is malformed.")
+        case drf.APIException() if error.status_code < 500:
+            return error_of_status(error.status_code)
+    if isinstance(error, _away()):
+        logger.error("a part is away", error_type=type(error).__name__, exc_info=error)
+        return service_unavailable()
+    logger.error("unexpected error", exc_info=error)
+    return ApiError(ErrorCode.INTERNAL_ERROR, "Something went wrong here. Send us the request id and we will look.")
+
+
+def error_of_status(status: int) -> ApiError:
+    """The error that goes with a bare status, for what failed outside any view."""
+    for code, message in (
+        (ErrorCode.NOT_FOUND, "There is nothing here."),
+        (ErrorCode.METHOD_NOT_ALLOWED, "This route does not take this method."),
+        (ErrorCode.REQUEST_TOO_LARGE, "The body is too large."),
+        (ErrorCode.UNSUPPORTED_MEDIA_TYPE, "The body must be sent as application/json."),
+    ):
+        if STATUS_OF_CODE[code] == status:
+            return ApiError(code, message)
+    if status >= 500:
+        return ApiError(ErrorCode.INTERNAL_ERROR, "Something went wrong here.", status=status)
+    return ApiError(ErrorCode.INVALID_REQUEST, "The request is malformed.", status=status)
+
+
+def invalid_api_key() -> ApiError:
+    """The one answer to a key that is missing, wrong, paused, expired or revoked, or of a User who is not active."""
+    return ApiError(
+        ErrorCode.INVALID_API_KEY,
+        "The API key is missing or not valid. Send one as Authorization: Bearer <key>.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def exception_handler(error: Exception, context: Mapping[str, Any]) -> Response:
+    """DRF's hook: `error` as an answer."""
+    answer = api_error_of(error)
+    view = context.get("view")
+    if answer.code is ErrorCode.METHOD_NOT_ALLOWED and view is not None:
+        answer.headers["Allow"] = ", ".join(view.allowed_methods)
+    return Response(answer.body(), status=answer.status, headers=answer.headers)

@@ -1,0 +1,119 @@
+"""PostgreSQL from async views: each step takes a connection and gives it back, so that a waiting request holds none.
+
+The ORM in an async view would keep its pooled connection for as long as the request waits. Hot steps are raw SQL
+through `connection()` or `fetch_one`; everything else is a sync function through `database_step`.
+"""
+
+import asyncio
+import contextvars
+import functools
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, LiteralString
+from weakref import WeakKeyDictionary
+
+import psycopg
+from django.db import connections
+from psycopg import AsyncConnection
+from psycopg.abc import Params
+from psycopg_pool import AsyncConnectionPool
+
+POOL_SIZE = (2, 8)
+# A database that is away must show within seconds: waiting for a connection, connecting, and a dead network.
+GET_CONNECTION_SECONDS = 3.0
+CONNECT_SECONDS = 3
+DEAD_NETWORK_MS = 5_000
+STATEMENT_MS = 10_000
+
+type Row = tuple[Any, ...]
+type Pool = AsyncConnectionPool[AsyncConnection[Row]]
+
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Pool] = WeakKeyDictionary()
+
+
+def _connection_arguments() -> dict[str, Any]:
+    settings = connections["default"].settings_dict
+    named = {
+        "dbname": settings["NAME"],
+        "user": settings["USER"],
+        "password": settings["PASSWORD"],
+        "host": settings["HOST"],
+        "port": settings["PORT"],
+    }
+    options = {name: value for name, value in settings["OPTIONS"].items() if name != "pool"}
+    return {
+        "connect_timeout": CONNECT_SECONDS,
+        "tcp_user_timeout": DEAD_NETWORK_MS,
+        "options": f"-c statement_timeout={STATEMENT_MS} -c timezone=UTC",
+        "application_name": "acsinfra api",
+        **{name: value for name, value in named.items() if value},
+        **options,
+    }
+
+
+async def async_pool() -> Pool:
+    """The event loop's own pool of 2 to 8 autocommit connections, opened at its first use."""
+    loop = asyncio.get_running_loop()
+    pool = _pools.get(loop)
+    if pool is None:
+        low, high = POOL_SIZE
+        pool = _pools[loop] = AsyncConnectionPool(
+            min_size=low,
+            max_size=high,
+            timeout=GET_CONNECTION_SECONDS,
+            # Past this an attempt ends and the next request begins another: no long back-off after an outage.
+            reconnect_timeout=GET_CONNECTION_SECONDS,
+            max_idle=300,
+            kwargs={**_connection_arguments(), "autocommit": True},
+            open=False,
+        )
+        await pool.open()
+    return pool
+
+
+async def close_async_pool() -> None:
+    """Close the running event loop's pool, if it has one."""
+    pool = _pools.pop(asyncio.get_running_loop(), None)
+    if pool is not None:
+        await pool.close()
+
+
+@asynccontextmanager
+async def connection() -> AsyncGenerator[AsyncConnection[Row]]:
+    """An autocommit connection for one step; raises psycopg.OperationalError within seconds when there is none."""
+    pool = await async_pool()
+    async with pool.connection() as taken:
+        yield taken
+
+
+async def fetch_one(query: LiteralString, params: Params = ()) -> Row | None:
+    """The first row of a read. It is sent once more when the database had restarted and left dead connections."""
+    pool = await async_pool()
+    for is_retry in (False, True):
+        async with pool.connection() as taken:
+            try:
+                return await (await taken.execute(query, params)).fetchone()
+            except psycopg.OperationalError:
+                if is_retry or not taken.broken:
+                    raise
+        await pool.check()
+    return None
+
+
+async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run `step`, a sync function that uses the ORM, in a thread, and give its connection back at its end."""
+    in_context = functools.partial(contextvars.copy_context().run, _step_and_give_back, step, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_threads(), in_context)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=POOL_SIZE[1], thread_name_prefix="database-step")
+
+
+def _step_and_give_back[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        return step(*args, **kwargs)
+    finally:
+        connections.close_all()

@@ -1,0 +1,52 @@
+"""What an API process opens before it serves and closes when it stops.
+
+An app registers an async context manager from its `AppConfig.ready`; they are entered in that order at ASGI's lifespan
+startup and left in reverse at its shutdown.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import structlog
+from asgiref.typing import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
+
+from acsinfra.core.db import close_async_pool
+
+logger = structlog.get_logger(__name__)
+
+type Opener = Callable[[], AbstractAsyncContextManager[object]]
+
+_openers: list[Opener] = []
+
+
+def while_serving(opener: Opener) -> Opener:
+    """Register `opener`: an API process serves inside the context manager that it makes."""
+    if opener not in _openers:
+        _openers.append(opener)
+    return opener
+
+
+class Lifespan:
+    """ASGI middleware that answers the lifespan protocol and passes all else on."""
+
+    def __init__(self, app: ASGI3Application) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        """One connection of ASGI."""
+        if scope["type"] != "lifespan":
+            await self.app(scope, receive, send)
+            return
+        await receive()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(close_async_pool)
+            try:
+                for opener in _openers:
+                    await stack.enter_async_context(opener())
+            except Exception as error:
+                logger.exception("the API cannot start")
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,91 @@
+"""Routes that belong to no app: health, the OpenAPI document, and what is said about the rest."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable
+
+import redis.asyncio
+import structlog
+from django.conf import settings
+from django.http import HttpRequest, HttpResponse
+from drf_spectacular.generators import SchemaGenerator
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from acsinfra.core.api_view import ApiView
+from acsinfra.core.db import fetch_one
+from acsinfra.core.errors import ApiError, ErrorCode, not_found, service_unavailable
+from acsinfra.core.middleware import as_response
+from acsinfra.core.renderers import render_json
+from acsinfra.core.storage import get_storage
+
+logger = structlog.get_logger(__name__)
+
+PART_SECONDS = 4.0
+
+
+async def healthz(request: HttpRequest) -> HttpResponse:
+    """Whether this process is up."""
+    return HttpResponse(render_json({"status": "ok"}), content_type="application/json")
+
+
+async def readyz(request: HttpRequest) -> HttpResponse:
+    """Whether the database, the broker and the storage answer: 200, or 503 and which of them does not."""
+    checks = {"database": fetch_one("SELECT 1"), "broker": _ping_broker(), "storage": _check_storage()}
+    states = await asyncio.gather(*(_state(name, check) for name, check in checks.items()))
+    parts = dict(zip(checks, states, strict=True))
+    if set(states) == {"ok"}:
+        return HttpResponse(render_json({"status": "ok", **parts}), content_type="application/json")
+    away = service_unavailable()
+    away.extra = parts
+    return as_response(away)
+
+
+async def _state(name: str, check: Awaitable[object]) -> str:
+    try:
+        async with asyncio.timeout(PART_SECONDS):
+            await check
+    except Exception as error:
+        logger.warning("not ready", part=name, error_type=type(error).__name__)
+        return "unavailable"
+    return "ok"
+
+
+async def _ping_broker() -> None:
+    async with redis.asyncio.Redis.from_url(settings.BROKER_URL, socket_connect_timeout=PART_SECONDS) as client:
+        await client.ping()
+
+
+async def _check_storage() -> None:
+    await asyncio.to_thread(get_storage().check)
+
+
+@functools.cache
+def openapi_document() -> bytes:
+    """The OpenAPI document as JSON; it changes with the code alone."""
+    generator = SchemaGenerator()  # type: ignore[no-untyped-call]
+    return render_json(generator.get_schema(request=None, public=True))  # type: ignore[no-untyped-call]
+
+
+async def openapi(request: HttpRequest) -> HttpResponse:
+    """`GET /openapi.json`, for anyone."""
+    body = await asyncio.to_thread(openapi_document)
+    return HttpResponse(body, content_type="application/json", headers={"Access-Control-Allow-Origin": "*"})
+
+
+async def unknown_route(request: HttpRequest) -> HttpResponse:
+    """What no route below /v1 matches, malformed ids too."""
+    return as_response(not_found())
+
+
+class ChatCompletionsView(ApiView):
+    """Base models do not chat."""
+
+    @extend_schema(exclude=True)
+    async def post(self, request: Request) -> Response:
+        """`400 chat_completions_unsupported`, whatever the body."""
+        raise ApiError(
+            ErrorCode.CHAT_COMPLETIONS_UNSUPPORTED,
+            "These are Base models: they complete text and have no chat format. Use POST /v1/completions.",
+        )

@@ -1,0 +1,21 @@
+"""Every route. The API's live in their apps; what none of them matches below /v1 is a JSON 404."""
+
+from django.contrib import admin
+from django.urls import include, path, re_path, register_converter
+
+from acsinfra.core import views
+from acsinfra.core.ids import AnyCaseUUIDConverter
+
+register_converter(AnyCaseUUIDConverter, "any_uuid")
+
+urlpatterns = [
+    path("healthz", views.healthz),
+    path("readyz", views.readyz),
+    path("openapi.json", views.openapi),
+    path("v1/chat/completions", views.ChatCompletionsView.as_view()),
+    path("", include("inference.urls")),
+    path("", include("harvest.urls")),
+    re_path(r"^v1(?:/|$)", views.unknown_route),
+    path("admin/", admin.site.urls),
+    path("", include("accounts.urls")),
+]

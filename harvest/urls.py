@@ -1,0 +1,5 @@
+"""Routes of harvest."""
+
+from django.urls import URLPattern
+
+urlpatterns: list[URLPattern] = []

@@ -1,0 +1,5 @@
+"""Routes of inference."""
+
+from django.urls import URLPattern
+
+urlpatterns: list[URLPattern] = []
