@@ -1,0 +1,126 @@
+"""Tensors in JSON: `{"data": base64, "dtype", "original_dtype", "shape", "compression"}`, decoded within bounds."""
+
+import binascii
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import zstandard
+
+from acsinfra.core.fields import (
+    FieldFault,
+    StrictCharField,
+    StrictChoiceField,
+    StrictIntegerField,
+    StrictListField,
+    StrictSerializer,
+)
+
+TensorDtype = Literal["bfloat16", "float16", "float32"]
+ITEM_BYTES: Final[dict[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# bfloat16 travels as its bits in an int16. Each dtype goes with one original_dtype; of floats it may be left out.
+ORIGINAL_DTYPES: Final[dict[str, str]] = {
+    "int16": "torch.bfloat16",
+    "float16": "torch.float16",
+    "float32": "torch.float32",
+}
+# What zstd's highest ordinary level needs; a frame that asks for more memory is refused.
+MAX_ZSTD_WINDOW_BYTES: Final = 128 * 1024 * 1024
+BFLOAT16_EXPONENT: Final = 0x7F80
+BFLOAT16_MAGNITUDE: Final = 0x7FFF
+
+
+class TensorSerializer(StrictSerializer):
+    """A tensor as JSON: base64 of its little-endian bytes in C order, perhaps compressed with zstd."""
+
+    data = StrictCharField(help_text="Base64 of the bytes.")
+    dtype = StrictChoiceField(choices=list(ORIGINAL_DTYPES), help_text="int16 holds the bits of bfloat16.")
+    original_dtype = StrictChoiceField(
+        choices=list(ORIGINAL_DTYPES.values()), required=False, help_text="torch.bfloat16 with int16."
+    )
+    shape = StrictListField(child=StrictIntegerField(min_value=1), min_length=1, max_length=3)
+    compression = StrictChoiceField(choices=["zstd", "none"], required=False, help_text="null is none.")
+
+    @classmethod
+    def check_object(cls, checked: dict[str, Any]) -> dict[str, Any]:
+        """Hold `dtype` and `original_dtype` to each other."""
+        wanted = ORIGINAL_DTYPES[checked["dtype"]]
+        given = checked.get("original_dtype")
+        if given != wanted and (given is not None or checked["dtype"] == "int16"):
+            raise FieldFault(f"must be {wanted} with dtype {checked['dtype']}.", param="original_dtype")
+        return checked
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The bytes of a tensor, little-endian, C order, with its dtype and shape; every value is finite."""
+
+    data: bytes
+    dtype: TensorDtype
+    shape: tuple[int, ...]
+
+    def is_zero(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether each vector along the last axis is all zeros: bool [*shape[:-1]]."""
+        values = _as_array(self.data, self.dtype).reshape(self.shape)
+        if self.dtype == "bfloat16":
+            values = values & BFLOAT16_MAGNITUDE  # minus zero has a bit set
+        return ~values.any(axis=-1)
+
+
+def tensor_bytes(fields: dict[str, Any]) -> int:
+    """The size that a checked TensorSerializer claims, in bytes."""
+    return math.prod(fields["shape"]) * ITEM_BYTES[_dtype(fields)]
+
+
+def decode_tensor(fields: dict[str, Any]) -> Tensor:
+    """Decode the fields of a checked TensorSerializer.
+
+    Never makes more than the claimed shape's bytes, so the caller bounds `tensor_bytes` first. Raises FieldFault with
+    param `data` for bad base64 or zstd, a wrong number of bytes, or a value that is not finite.
+    """
+    size, dtype = tensor_bytes(fields), _dtype(fields)
+    try:
+        raw = binascii.a2b_base64(fields["data"], strict_mode=True)
+    except ValueError:
+        raise FieldFault("is not base64.", param="data") from None
+    data = _decompress(raw, size) if fields.get("compression") == "zstd" else raw
+    if len(data) != size:
+        shape = tuple(fields["shape"])
+        raise FieldFault(f"has {len(data):,} bytes, and shape {shape} of {dtype} takes {size:,}.", param="data")
+    if not _is_finite(_as_array(data, dtype)):
+        raise FieldFault("holds a value that is not finite.", param="data")
+    return Tensor(data, dtype, tuple(fields["shape"]))
+
+
+def _dtype(fields: dict[str, Any]) -> TensorDtype:
+    dtype: TensorDtype = "bfloat16" if fields["dtype"] == "int16" else fields["dtype"]
+    return dtype
+
+
+def _decompress(raw: bytes, size: int) -> bytes:
+    """The content of the one zstd frame in `raw`, which must have `size` bytes; reads at most one byte more."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_BYTES)
+    try:
+        with decompressor.stream_reader(raw, read_across_frames=False) as reader:
+            data = reader.read(size + 1)
+        if len(data) > size:
+            raise FieldFault(f"decompresses to more than the shape's {size:,} bytes.", param="data")
+        # The reader takes a frame without its end for a whole one. Its content is known to be small by now.
+        frame = decompressor.decompressobj()
+        frame.decompress(raw)
+    except (zstandard.ZstdError, MemoryError):
+        raise FieldFault("is not zstd.", param="data") from None
+    if not frame.eof or frame.unused_data:
+        raise FieldFault("is not one whole zstd frame.", param="data")
+    return data
+
+
+def _as_array(data: bytes, dtype: TensorDtype) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, {"bfloat16": "<i2", "float16": "<f2", "float32": "<f4"}[dtype])
+
+
+def _is_finite(values: np.ndarray[Any, Any]) -> bool:
+    if values.dtype == np.int16:
+        return not ((values & BFLOAT16_EXPONENT) == BFLOAT16_EXPONENT).any()
+    return bool(np.isfinite(values).all())
