@@ -5,6 +5,7 @@ A file `env` in `ACSINFRA_HOME` (written by `manage.py quickstart`) fills in wha
 `acsinfra.core.checks`, before a process serves.
 """
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from django.utils.csp import CSP
 from acsinfra.core.logs import logging_config
 
 BASE_DIR = Path(__file__).resolve().parent.parent
-env = environ.FileAwareEnv()
+
+
+class _Environment(environ.FileAwareEnv):  # type: ignore[misc]
+    """A copy of the environment, so that what the home's file fills in does not look like the operator's choice."""
+
+    ENVIRON = dict(os.environ)
+
+
+env = _Environment()
 HOME = Path(env.str("ACSINFRA_HOME", default=str(Path.cwd() / ".acsinfra"))).resolve()
 if (HOME / "env").is_file():
     env.read_env(HOME / "env", overwrite=False)
