@@ -89,7 +89,9 @@ def checkpoint_folder(source: str, *, revision: str, on_progress: Callable[[str]
     if source.startswith("package:"):
         from inference.engine.checkpoint import resolve_source
 
-        resolved = resolve_source(source, cache_dir=settings.MODELS_CACHE, revision=revision, on_progress=on_progress)
+        resolved = resolve_source(
+            source, cache_dir=settings.MODELS_CACHE, revision=revision or None, on_progress=on_progress
+        )
         return Path(resolved)
     if not HUB_ID.fullmatch(source):
         raise CheckpointError(f"{source!r} is no folder here, no hub id and no package:<name>==<version>.")

@@ -1,5 +1,10 @@
 """Routes of inference."""
 
-from django.urls import URLPattern
+from django.urls import path
 
-urlpatterns: list[URLPattern] = []
+from inference.views import ModelsView, ModelView
+
+urlpatterns = [
+    path("v1/models", ModelsView.as_view()),
+    path("v1/models/<str:model_id>", ModelView.as_view()),
+]

@@ -1,0 +1,24 @@
+"""`manage.py enablemodel NAME`: switch a Base model on."""
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from inference.models import BaseModel
+from inference.services import set_enabled
+
+
+class Command(BaseCommand):
+    """Takes effect in every API process within a second."""
+
+    help = "Switch a Base model on."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("name")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        model = BaseModel.objects.filter(name=options["name"]).first()
+        if model is None:
+            raise CommandError(f"There is no model {options['name']}.")
+        set_enabled(model=model, enabled=True)
+        self.stdout.write(f"{model.name} is on.")
