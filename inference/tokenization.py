@@ -59,6 +59,10 @@ class ModelTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_threads, self._encode_long, texts, add_special_tokens, limit)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included: how an echo shows a prompt that was given in ids."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def _refuse_hopeless(self, texts: Sequence[str], limit: int) -> None:
         widest = self.characters_per_token_at_most
         if widest is None:
