@@ -1,0 +1,189 @@
+"""The API process's end of the bus: places, publishing, inboxes, and the watch over them.
+
+Two connections to Redis however many requests wait: the courier's, which sends, and the reader's. It starts with the
+first request in the running event loop, because Django under uvicorn has no start of its own.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+from django.conf import settings
+
+from acsinfra.core.errors import ErrorCode
+from inference.bus import keys
+from inference.bus.courier import BrokerAway, Courier
+from inference.bus.envelope import publish
+from inference.bus.frames import ALIVE_FOR, RENEW_EVERY, REPLIES_FOR, Cancel, Fault
+from inference.bus.places import Places
+from inference.bus.replies import Inbox, ReplyReader, post_control
+from inference.wire import CompletionWork
+
+logger = structlog.get_logger(__name__)
+
+WATCH_EVERY_SECONDS = 1.0
+# A message that no worker has taken after this long makes the watch ask whether there is any worker.
+UNTAKEN_SECONDS = 2.0
+
+# The reply stream is there before the first message goes out, and comes back if Redis has lost it.
+RENEW = """
+if redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
+  redis.call('XADD', KEYS[1], '*', 'hello', '')
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
+return 1
+"""
+
+
+class Bus:
+    """One API process's (or one event loop's) way to the inference workers. Made by `running_bus`."""
+
+    def __init__(self, *, url: str, is_served: Callable[[str], Awaitable[bool]]) -> None:
+        self.process = uuid.uuid4().hex
+        self._is_served = is_served
+        self._inboxes: dict[str, Inbox] = {}
+        self._courier = Courier(url)
+        self.places = Places(process=self.process, courier=self._courier)
+        self._reader = ReplyReader(
+            url=url,
+            process=self.process,
+            inboxes=self._inboxes,
+            grant_place=self.places.grant,
+            renew=lambda: self._courier.post(*self._renewal()),
+        )
+        self._watch = asyncio.create_task(self._watch_over(), name="bus-watch")
+
+    async def ready(self) -> None:
+        """Return once this process can be answered; raises BrokerAway."""
+        await self._courier.ask(*self._renewal())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for an answer or are being answered."""
+        return len(self._inboxes)
+
+    async def send(self, work: CompletionWork) -> Inbox:
+        """Publish `work`; its answer comes into the inbox, which ends with `close_inbox`. Raises BrokerAway."""
+        inbox = Inbox(request_id=work.request_id, model=work.model, courier=self._courier)
+        self._inboxes[work.request_id] = inbox
+        try:
+            await publish(work, reply_to=self.process, courier=self._courier)
+        except BaseException:
+            self.close_inbox(inbox, is_over=False)
+            raise
+        inbox.published_at = time.monotonic()
+        return inbox
+
+    def close_inbox(self, inbox: Inbox, *, is_over: bool) -> None:
+        """Read no more; unless the answer `is_over`, the engine is told to stop."""
+        if self._inboxes.pop(inbox.request_id, None) is None or is_over:
+            return
+        # The mark is for a worker that takes the message after the word has gone by.
+        mark_seconds = max(60, int(settings.ENGINE_TIME_LIMIT.total_seconds()))
+        self._courier.post("SET", keys.cancelled(inbox.request_id), "1", "EX", mark_seconds)
+        post_control(self._courier, inbox.model, Cancel(inbox.request_id))
+
+    async def close(self) -> None:
+        """Stop: whatever still waits is cancelled in the engines, and this process's keys go."""
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+        for inbox in list(self._inboxes.values()):
+            self.close_inbox(inbox, is_over=False)
+        await self._reader.close()
+        self._courier.post("DEL", keys.alive(self.process), keys.replies(self.process))
+        await self._courier.close()
+
+    def _renewal(self) -> tuple[str | int, ...]:
+        forget_ms = [int(span.total_seconds() * 1000) for span in (REPLIES_FOR, ALIVE_FOR)]
+        return ("EVAL", RENEW, 2, keys.replies(self.process), keys.alive(self.process), *forget_ms)
+
+    async def _watch_over(self) -> None:
+        renewed_at = 0.0
+        while True:
+            await asyncio.sleep(WATCH_EVERY_SECONDS)
+            try:
+                if time.monotonic() - renewed_at >= RENEW_EVERY.total_seconds():
+                    await self._courier.ask(*self._renewal())
+                    renewed_at = time.monotonic()
+                await self.places.look_again()
+                await self._fail_what_died()
+                await self._fail_what_nobody_serves()
+            except BrokerAway:
+                continue
+            except Exception:
+                logger.exception("The watch over waiting requests failed; it goes on.")
+
+    async def _fail_what_died(self) -> None:
+        """End the requests of workers whose heartbeat expired."""
+        workers = {inbox.worker for inbox in self._inboxes.values() if inbox.worker is not None}
+        if not workers:
+            return
+        # A Redis that came back empty knows a worker again with its next heartbeat only.
+        connected_at = max(self._courier.connected_at, self._reader.connected_at)
+        if time.monotonic() - connected_at < 2 * settings.HEARTBEAT.total_seconds():
+            return
+        for worker in workers:
+            if await self._courier.ask("EXISTS", keys.worker(worker)) == 0:
+                logger.error("An inference worker went silent.", worker=worker)
+                self._fail(
+                    [inbox for inbox in self._inboxes.values() if inbox.worker == worker],
+                    ErrorCode.ENGINE_ERROR,
+                    "The inference worker died under this request.",
+                )
+
+    async def _fail_what_nobody_serves(self) -> None:
+        """End the requests that no worker took and that no worker is there for."""
+        untaken_since = time.monotonic() - UNTAKEN_SECONDS
+        untaken = [i for i in self._inboxes.values() if i.worker is None and i.published_at < untaken_since]
+        for model in {inbox.model for inbox in untaken}:
+            if not await self._is_served(model):
+                self._fail(
+                    [inbox for inbox in untaken if inbox.model == model],
+                    ErrorCode.MODEL_UNAVAILABLE,
+                    f"No engine is running for model {model!r} any more.",
+                )
+
+    def _fail(self, inboxes: list[Inbox], code: ErrorCode, message: str) -> None:
+        for inbox in inboxes:
+            inbox.put(Fault(inbox.request_id, code.value, message))
+
+
+_bus: Bus | None = None
+_loop: asyncio.AbstractEventLoop | None = None
+_starting: asyncio.Lock | None = None
+
+
+async def running_bus(*, is_served: Callable[[str], Awaitable[bool]]) -> Bus:
+    """The bus of the running event loop, started at first use; raises BrokerAway.
+
+    `is_served` says whether any engine of a model is registered.
+    """
+    global _bus, _loop, _starting
+    loop = asyncio.get_running_loop()
+    if _bus is not None and _loop is loop:
+        return _bus
+    if _starting is None or _loop is not loop:
+        _bus, _loop, _starting = None, loop, asyncio.Lock()
+    async with _starting:
+        if _bus is None:
+            bus = Bus(url=settings.BROKER_URL, is_served=is_served)
+            try:
+                await bus.ready()
+            except BaseException:
+                await bus.close()
+                raise
+            _bus = bus
+    return _bus
+
+
+async def close_bus() -> None:
+    """End the bus of the running event loop, if there is one: for the end of the process."""
+    global _bus
+    if _bus is not None and _loop is asyncio.get_running_loop():
+        bus, _bus = _bus, None
+        await bus.close()

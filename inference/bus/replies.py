@@ -1,0 +1,157 @@
+"""How answers reach an API process: one stream, one reader, and an inbox for each request that waits."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from inference.bus import keys
+from inference.bus.courier import LOST, RETRY_SECONDS, Courier, make_connection
+from inference.bus.frames import CREDIT_EVERY, Batch, Body, Chunk, Credit, Frame, Taken, decode_batch, encode_control
+
+logger = structlog.get_logger(__name__)
+
+BLOCK_MS = 2000
+READ_ENTRIES = 64
+CONTROL_LENGTH = 10_000
+
+
+def post_control(courier: Courier, model: str, message: msgspec.Struct) -> None:
+    """Tell every inference worker of `model`."""
+    courier.post("XADD", keys.control(model), "MAXLEN", "~", CONTROL_LENGTH, "*", "c", encode_control(message))
+
+
+class Inbox:
+    """The frames of one request, in order, as its coroutine reads them."""
+
+    def __init__(self, *, request_id: str, model: str, courier: Courier) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.worker: str | None = None
+        self.published_at = time.monotonic()
+        self._courier = courier
+        self._frames: deque[Frame] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._read = 0
+        self._credited = 0
+
+    def accept(self, frame: Frame, *, worker: str) -> None:
+        """Take in a frame of `worker`; what a second worker makes of the same request is not read."""
+        if self.worker is None:
+            self.worker = worker
+        if worker == self.worker and not isinstance(frame, Taken):
+            self.put(frame)
+
+    def put(self, frame: Frame) -> None:
+        """Take in a frame."""
+        self._frames.append(frame)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def next(self) -> Frame:
+        """The next frame. Reading is what lets the worker send more."""
+        while not self._frames:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        frame = self._frames.popleft()
+        if isinstance(frame, (Body, Chunk)):
+            self._read += len(frame.data)
+            if self._read - self._credited >= CREDIT_EVERY:
+                self._credited = self._read
+                post_control(self._courier, self.model, Credit(self.request_id, self._read))
+        return frame
+
+    def next_nowait(self) -> Frame | None:
+        """A chunk that is there already, to send along with the one before it; None where there is none."""
+        if self._frames and isinstance(self._frames[0], Chunk):
+            frame = self._frames.popleft()
+            assert isinstance(frame, Chunk)
+            self._read += len(frame.data)
+            return frame
+        return None
+
+
+class ReplyReader:
+    """Reads this API process's reply stream on a connection of its own, and trims what it has read."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        process: str,
+        inboxes: dict[str, Inbox],
+        grant_place: Callable[[str], None],
+        renew: Callable[[], None],
+    ) -> None:
+        self._connection = make_connection(url)
+        self._stream = keys.replies(process)
+        self._inboxes = inboxes
+        self._grant_place = grant_place
+        self._renew = renew
+        self._last_id = "0"
+        self._numbers: dict[str, int] = {}
+        self.connected_at = 0.0
+        self._task = asyncio.create_task(self._run(), name="reply-reader")
+
+    async def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await self._connection.disconnect(nowait=True)
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            try:
+                if not self._connection.is_connected:
+                    await self._connection.connect()
+                    self._renew()
+                    self.connected_at = time.monotonic()
+                entries = await self._read()
+                failures = 0
+            except LOST:
+                await self._connection.disconnect(nowait=True)
+                await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+                continue
+            for entry in entries:
+                self._hand_out(entry)
+
+    async def _read(self) -> list[list[bytes]]:
+        """The fields of the entries that are new; those read before are trimmed in the same round trip."""
+        connection = self._connection
+        trim = connection.pack_command("XTRIM", self._stream, "MINID", "=", _after(self._last_id))
+        read = connection.pack_command(
+            "XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._stream, self._last_id
+        )
+        await connection.send_packed_command(b"".join([*trim, *read]), check_health=False)
+        await connection.read_response(disable_decoding=True)
+        answer = await connection.read_response(disable_decoding=True)
+        if not answer:
+            return []
+        entries = answer[0][1]
+        self._last_id = entries[-1][0].decode()
+        return [fields for _, fields in entries if fields]
+
+    def _hand_out(self, fields: list[bytes]) -> None:
+        kind, content = fields[0], fields[1]
+        if kind == b"place":
+            self._grant_place(content.decode())
+        elif kind == b"batch":
+            batch: Batch = decode_batch(content)
+            if batch.number <= self._numbers.get(batch.worker, 0):
+                return
+            self._numbers[batch.worker] = batch.number
+            for frame in batch.frames:
+                if inbox := self._inboxes.get(frame.request_id):
+                    inbox.accept(frame, worker=batch.worker)
+
+
+def _after(entry_id: str) -> str:
+    milliseconds, _, number = entry_id.partition("-")
+    return f"{milliseconds}-{int(number or 0) + 1}"

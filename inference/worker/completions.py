@@ -1,0 +1,272 @@
+"""What an inference worker does with one Completion: from its envelope to the frames of its answer."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+from django.conf import settings
+from redis.exceptions import RedisError
+
+from acsinfra.core.errors import ErrorCode
+from inference.answers import AnswerBuilder, MisbehavedEngine, StreamShaper, engine_requests
+from inference.bus import keys
+from inference.bus.courier import BrokerAway, Courier
+from inference.bus.envelope import Envelope, read_work
+from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Taken
+from inference.engine.activations import CapturedActivations
+from inference.engine.errors import EngineDied, RequestFault
+from inference.wire import CompletionWork, EngineDelta, EngineRequest
+from inference.worker.activations import activations_json, check_capture
+from inference.worker.engine_life import EngineLife
+from inference.worker.outbox import ClientStalled, Outboxes, Window
+
+if TYPE_CHECKING:
+    from inference.engine.front import InferenceEngine
+
+logger = structlog.get_logger(__name__)
+
+# An answer within this time says itself that a worker has the request.
+TAKEN_AFTER_SECONDS = 0.005
+# Answers with more log probabilities than this are encoded in a thread.
+ENCODE_HERE_ENTRIES = 2000
+CANCELS_REMEMBERED = 10_000
+
+# Takes in what the prompt of this number got.
+type Gain = Callable[[int, EngineDelta | CapturedActivations], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request that this worker has."""
+
+    reply_to: str
+    task: "asyncio.Task[None] | None" = None
+    window: Window = field(default_factory=Window)
+    taken: asyncio.TimerHandle | None = None
+    is_aborted: bool = False
+
+    def abort(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.is_aborted = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class CompletionService:
+    """Runs the Completions of one worker; lives in the engine's event loop.
+
+    `decode` turns token ids into text, special tokens included.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        life: EngineLife,
+        courier: Courier,
+        decode: Callable[[Sequence[int]], str],
+        prompts_at_once: int,
+        listening_since: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._life = life
+        self._courier = courier
+        self._decode = decode
+        self._prompts_at_once = prompts_at_once
+        self._listening_since = listening_since
+        self._running: dict[str, _Running] = {}
+        self._cancels: OrderedDict[str, None] = OrderedDict()
+        self.outboxes = Outboxes(courier=courier, worker=worker, on_gone=self._abort_process)
+
+    def busy_processes(self) -> set[str]:
+        """The API processes that wait for answers from here."""
+        return {running.reply_to for running in self._running.values()}
+
+    def announce(self, request_id: str, reply_to: str) -> None:
+        """Say soon that this worker has the request, unless it is answered by then."""
+        if request_id in self._running:
+            return
+        loop = asyncio.get_running_loop()
+        running = self._running[request_id] = _Running(reply_to)
+        running.taken = loop.call_later(
+            TAKEN_AFTER_SECONDS, self.outboxes.put, reply_to, Taken(request_id, self._worker)
+        )
+
+    def obey(self, message: Control) -> None:
+        """Do what an API process asks."""
+        running = self._running.get(message.request_id)
+        match message:
+            case Credit(read=read) if running is not None:
+                running.window.credit(read)
+            case Cancel(request_id=request_id):
+                if running is not None:
+                    running.abort()
+                else:
+                    self._cancels[request_id] = None
+                    while len(self._cancels) > CANCELS_REMEMBERED:
+                        self._cancels.popitem(last=False)
+
+    def abort_all(self) -> None:
+        """The worker's time is up: what still runs ends with an error."""
+        for request_id, running in self._running.items():
+            self.outboxes.put(running.reply_to, _engine_fault(request_id, "The inference worker is stopping."))
+            running.abort()
+
+    async def serve(self, envelope: Envelope) -> None:
+        """Answer one Completion; returns when its last frame is on its way, and raises nothing."""
+        request_id = envelope.request_id
+        self.announce(request_id, envelope.reply_to)
+        running = self._running[request_id]
+        if running.task is not None:
+            return  # given out twice
+        running.task = asyncio.current_task()
+        try:
+            if not running.is_aborted and request_id not in self._cancels:
+                await self._serve(envelope, running)
+        except asyncio.CancelledError:
+            # An abort: whoever asked for it does not listen any more.
+            if not running.is_aborted:
+                raise
+        finally:
+            if running.taken is not None:
+                running.taken.cancel()
+            del self._running[request_id]
+
+    async def _serve(self, envelope: Envelope, running: _Running) -> None:
+        request_id = envelope.request_id
+        seconds_left = envelope.deadline - time.time()
+        if time.monotonic() - self._listening_since() < settings.ENGINE_TIME_LIMIT.total_seconds():
+            self._look_for_mark(request_id, running)
+        try:
+            async with asyncio.timeout(max(0.0, seconds_left)):
+                work = await read_work(envelope, self._courier)
+                if work is None:
+                    raise BrokerAway("The pieces of the work are gone.")  # noqa: TRY301 - ends as one of the faults below
+                await self._answer(work, running)
+        except TimeoutError:
+            self._fault(
+                running, request_id, ErrorCode.ENGINE_TIMEOUT, "The engine did not finish within its time limit."
+            )
+        except EngineDied:
+            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, "The engine died under this request.")
+        except (RequestFault, MisbehavedEngine) as error:
+            logger.error("A request failed in the engine.", request_id=request_id, error=str(error))
+            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, f"The engine failed on this request. {error}")
+        except ClientStalled:
+            self._fault(running, request_id, ErrorCode.ENGINE_TIMEOUT, "The answer was not read.")
+        except (BrokerAway, RedisError):
+            self._fault(running, request_id, ErrorCode.SERVICE_UNAVAILABLE, "The broker was away.")
+        except Exception:
+            logger.exception("A request failed in the inference worker.", request_id=request_id)
+            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, "The inference worker failed on this request.")
+
+    async def _answer(self, work: CompletionWork, running: _Running) -> None:
+        engine = await self._life.engine()
+        try:
+            if work.stream:
+                usage = await self._stream(work, engine, running)
+            else:
+                usage = await self._whole(work, engine, running)
+        except EngineDied:
+            self._life.report_dead(engine)
+            raise
+        self.outboxes.put(running.reply_to, End(work.request_id, *usage))
+
+    async def _stream(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> tuple[int, int]:
+        shaper = StreamShaper(work, self._decode)
+
+        async def send(chunk: bytes | None) -> None:
+            if chunk is not None:
+                await self.outboxes.send(running.reply_to, Chunk(work.request_id, chunk), running.window)
+
+        async def gain(prompt: int, item: EngineDelta | CapturedActivations) -> None:
+            if isinstance(item, EngineDelta):
+                await send(shaper.chunk(prompt, item))
+
+        await self._generate(engine, engine_requests(work), gain)
+        if work.include_usage:
+            await send(shaper.usage_chunk())
+        return shaper.usage.prompt_tokens, shaper.usage.completion_tokens
+
+    async def _whole(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> tuple[int, int]:
+        builder = AnswerBuilder(work, self._decode)
+        captured: list[CapturedActivations] = []
+
+        async def gain(prompt: int, item: EngineDelta | CapturedActivations) -> None:
+            if isinstance(item, EngineDelta):
+                builder.add(prompt, item)
+            else:
+                captured.append(item)
+
+        await self._generate(engine, engine_requests(work), gain)
+        usage = builder.usage
+        activations = None
+        if work.capture_layers:
+            # An engine generates a token even where the answer has none; it never goes through the model.
+            tokens = usage.prompt_tokens + max(1, usage.completion_tokens) - 1
+            capture = check_capture(
+                captured, layers=work.capture_layers, tokens=tokens, hidden=engine.facts.hidden_size
+            )
+            activations = await asyncio.to_thread(activations_json, capture)
+        if builder.logprob_entries > ENCODE_HERE_ENTRIES or activations is not None:
+            body = await asyncio.to_thread(builder.body, activations)
+        else:
+            body = builder.body()
+        await self.outboxes.send_body(running.reply_to, work.request_id, body, running.window)
+        return usage.prompt_tokens, usage.completion_tokens
+
+    async def _generate(
+        self,
+        engine: "InferenceEngine",
+        requests: list[EngineRequest],
+        gain: Gain,
+    ) -> None:
+        """Run `requests`, a bounded number at once, and give `gain` what each gets, with its number."""
+        if len(requests) == 1:
+            await _run_one(engine, 0, requests[0], gain)
+            return
+        places = asyncio.Semaphore(self._prompts_at_once)
+
+        async def run(number: int, request: EngineRequest) -> None:
+            async with places:
+                await _run_one(engine, number, request, gain)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, request in enumerate(requests):
+                    group.create_task(run(number, request))
+        except BaseExceptionGroup as errors:
+            # The first that failed; the others were stopped because of it.
+            raise errors.exceptions[0] from None
+
+    def _look_for_mark(self, request_id: str, running: _Running) -> None:
+        """Abort the request if it was cancelled before this worker listened; costs the request no time."""
+
+        def look(answer: asyncio.Future[object]) -> None:
+            if not answer.cancelled() and answer.exception() is None and answer.result() == 1:
+                running.abort()
+
+        self._courier.ask("EXISTS", keys.cancelled(request_id)).add_done_callback(look)
+
+    def _fault(self, running: _Running, request_id: str, code: ErrorCode, message: str) -> None:
+        self.outboxes.put(running.reply_to, Fault(request_id, code.value, message))
+
+    def _abort_process(self, process: str) -> None:
+        for running in self._running.values():
+            if running.reply_to == process:
+                running.abort()
+
+
+def _engine_fault(request_id: str, message: str) -> Fault:
+    return Fault(request_id, ErrorCode.ENGINE_ERROR.value, message)
+
+
+async def _run_one(engine: "InferenceEngine", number: int, request: EngineRequest, gain: Gain) -> None:
+    async with aclosing(engine.generate(request)) as items:
+        async for item in items:
+            await gain(number, item)

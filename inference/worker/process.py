@@ -1,0 +1,192 @@
+"""An inference worker's process: one engine in an event loop's thread, and a Celery worker that feeds it.
+
+Celery's main thread takes messages, its threads wait in `complete`, and everything else (the engine, the answers, the
+control stream) lives in one event loop, so that vLLM batches what runs at once.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import structlog
+import uvloop
+from django.conf import settings
+
+from inference.bus.courier import Courier
+from inference.bus.envelope import Envelope
+from inference.engine.environment import prepare_environment
+from inference.engine.errors import EngineRefused
+from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
+from inference.models import BaseModel
+from inference.services import engine_options
+from inference.tokenization import ModelTokenizer, load_tokenizer
+from inference.wire import EngineOptions
+from inference.worker.completions import CompletionService
+from inference.worker.control import ControlReader
+from inference.worker.engine_life import EngineLife
+from inference.worker.registry import Registration
+
+logger = structlog.get_logger(__name__)
+
+ENGINE_STATE = settings.HOME / "engines"
+DRAIN_SECONDS = 10.0
+
+
+class InferenceWorker:
+    """The worker of one model in this process, between `start` and `stop`.
+
+    `shares_machine` says that other work runs on the engine's CPUs.
+    """
+
+    def __init__(self, *, model: BaseModel, checkpoint: str, shares_machine: bool) -> None:
+        self.model = model
+        self._name = f"inference-{model.name}"
+        self._options: EngineOptions = engine_options(model=model, checkpoint=checkpoint)
+        self._tokenizer: ModelTokenizer = load_tokenizer(bytes(model.files.tokenizer_zstd))
+        prepare_environment(
+            checkpoint=checkpoint,
+            tensor_parallel_size=model.tensor_parallel_size,
+            shares_machine=shares_machine,
+        )
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread.start()
+        self._service: CompletionService | None = None
+        self._control: ControlReader | None = None
+        self._courier: Courier | None = None
+        self._life: EngineLife | None = None
+        self._gone_watch: asyncio.Task[None] | None = None
+        self.is_lost = False
+
+    def start(self, registration: Registration) -> None:
+        """Load the engine and listen; raises EngineRefused."""
+        ended = end_leftovers(ENGINE_STATE, engine_name=self._name)
+        if ended:
+            logger.warning("An earlier engine was left running; it was ended.", pids=ended)
+        self._await(self._start(registration))
+
+    def complete(self, envelope: dict[str, Any]) -> None:
+        """Answer the Completion in `envelope`; waits in the calling thread until it is over."""
+        if self._service is not None:
+            with suppress(CancelledError):
+                self._await(self._service.serve(msgspec.convert(envelope, Envelope)))
+
+    def announce(self, envelope: dict[str, Any]) -> None:
+        """Say that this worker has the Completion in `envelope`, though no thread may be free for it yet."""
+        if self._service is not None:
+            self._loop.call_soon_threadsafe(self._service.announce, envelope["request_id"], envelope["reply_to"])
+
+    def abort_all(self) -> None:
+        """End what still runs with an error."""
+        if self._service is not None:
+            self._loop.call_soon_threadsafe(self._service.abort_all)
+
+    def stop(self) -> None:
+        """End the engine and the event loop, after the last frames have gone out."""
+        self._await(self._stop())
+        forget_engine_processes(ENGINE_STATE, engine_name=self._name)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+
+    def _await[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _start(self, registration: Registration) -> None:
+        # vllm is imported here, and takes seconds: the registration's heartbeats go on meanwhile.
+        from inference.engine.front import InferenceEngine
+
+        async def start_engine() -> InferenceEngine:
+            engine = await InferenceEngine.start(self._options, name=self._name)
+            record_engine_processes(ENGINE_STATE, engine_name=self._name, pids=engine.process_ids)
+            return engine
+
+        self._courier = Courier(settings.BROKER_URL)
+        self._life = EngineLife(
+            start=start_engine,
+            on_live=registration.mark_live,
+            on_dead=registration.mark_starting,
+            on_lost=self._give_up,
+        )
+        service = CompletionService(
+            worker=registration.worker,
+            life=self._life,
+            courier=self._courier,
+            decode=self._tokenizer.decode,
+            prompts_at_once=self._options.max_num_seqs,
+            listening_since=lambda: self._control.listening_since if self._control is not None else 0.0,
+        )
+        self._control = ControlReader(url=settings.BROKER_URL, model=self.model.name, on_message=service.obey)
+        await self._control.listening.wait()
+        await self._life.begin()
+        self._gone_watch = asyncio.create_task(service.outboxes.watch(service.busy_processes), name="gone-watch")
+        self._service = service
+
+    async def _stop(self) -> None:
+        if self._service is not None:
+            await self._service.outboxes.drain(within=DRAIN_SECONDS)
+        if self._gone_watch is not None:
+            self._gone_watch.cancel()
+        if self._control is not None:
+            await self._control.close()
+        if self._life is not None:
+            await self._life.end()
+        if self._courier is not None:
+            await self._courier.close()
+
+    def _give_up(self) -> None:
+        logger.error("The engine can't be started again; the worker ends.")
+        self.is_lost = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+_worker: InferenceWorker | None = None
+
+
+def run(*, model: BaseModel, checkpoint: str, shares_machine: bool) -> int:
+    """Serve `model` until a SIGTERM or SIGINT; returns the process's exit code."""
+    global _worker
+    from inference.worker.celery_worker import run_celery_worker
+
+    def end_process() -> None:
+        logger.error("The model was removed; its worker ends.")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
+    _worker = InferenceWorker(model=model, checkpoint=checkpoint, shares_machine=shares_machine)
+    registration = Registration(model=model, on_removed=end_process)
+    try:
+        try:
+            _worker.start(registration)
+        except EngineRefused as error:
+            logger.error("The engine refused to serve.", model=model.name, reason=str(error))  # noqa: TRY400
+            return 1
+        run_celery_worker(_worker, registration)
+        return 1 if _worker.is_lost else 0
+    finally:
+        registration.leave()
+        _end_at_latest(seconds=60.0)
+        _worker.stop()
+        registration.close()
+
+
+def running_worker() -> InferenceWorker:
+    """The worker of this process."""
+    assert _worker is not None, "this task belongs to `manage.py inference`"
+    return _worker
+
+
+def _end_at_latest(*, seconds: float) -> None:
+    """End this process by force if its orderly end takes too long."""
+    timer = threading.Timer(seconds, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
