@@ -1,0 +1,42 @@
+"""The environment variables that vLLM wants set before it is imported."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def prepare_environment(*, checkpoint: str, tensor_parallel_size: int, shares_machine: bool) -> None:
+    """Set this process's environment for one engine; call it before anything imports vllm or torch.
+
+    `shares_machine` is True where the API or other work runs beside the engine on the same CPUs: its threads then
+    sleep when they wait, and are not bound to cores. Values that the operator set stay, but for those that decide
+    where the engine's processes are. Raises `RuntimeError` when vllm was imported already.
+    """
+    if "vllm" in sys.modules:
+        raise RuntimeError("vllm was imported before its environment was prepared")
+    if Path(checkpoint).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name, value in {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # Standard output belongs to the command that runs the engine.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Captures and logprobs are proven on Runner V1.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "OMP_WAIT_POLICY": "PASSIVE" if shares_machine else "ACTIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind" if shares_machine else _share_cores(tensor_parallel_size),
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # vLLM's CPU build falls back to its multi-process executor, which busy-waits, unless this says 0.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tensor_parallel_size == 1 else "1"
+
+
+def _share_cores(ranks: int) -> str:
+    """Give each rank its share of this process's cores, in vLLM's notation: "0,1|2,3"."""
+    cores = sorted(os.sched_getaffinity(0))
+    size = max(1, len(cores) // ranks)
+    shares = [cores[rank * size : (rank + 1) * size] or cores[-1:] for rank in range(ranks)]
+    return "|".join(",".join(str(core) for core in share) for share in shares)
