@@ -9,10 +9,14 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import django_stubs_ext
 import environ
 from django.utils.csp import CSP
 
 from acsinfra.core.logs import logging_config
+
+# Makes Django's generic classes subscriptable at run time: `admin.ModelAdmin[User]`.
+django_stubs_ext.monkeypatch()
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
