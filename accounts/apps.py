@@ -7,3 +7,7 @@ class AccountsConfig(AppConfig):
     """Users and API keys."""
 
     name = "accounts"
+
+    def ready(self) -> None:
+        """Let drf-spectacular know of our keys."""
+        from accounts import schema  # noqa: F401

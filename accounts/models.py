@@ -3,6 +3,7 @@
 from django.contrib.auth.models import AbstractUser
 from django.db import models
 from django.db.models.functions import Lower
+from django.utils import timezone
 
 
 class User(AbstractUser):
@@ -55,3 +56,17 @@ class ApiKey(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.prefix}…)"
+
+    @property
+    def state(self) -> str:
+        """`working`, `paused`, `expired` or `revoked`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        if self.expires_at is not None and self.expires_at <= timezone.now():
+            return "expired"
+        return "paused" if self.paused_at is not None else "working"
+
+    @property
+    def is_working(self) -> bool:
+        """Whether requests with this key are taken, as far as the key goes."""
+        return self.state == "working"

@@ -1,8 +1,10 @@
 """The ASGI application that uvicorn serves: `uvicorn acsinfra.asgi:application`."""
 
 import os
+from typing import cast
 
 import django
+from asgiref.typing import ASGI3Application
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
 django.setup(set_prefix=False)
@@ -23,4 +25,4 @@ def body_limit_of(method: str, path: str) -> int:
 
 
 require_settings(serves_http=True)
-application = Lifespan(BodyLimit(Handler(), limit_of=body_limit_of))
+application = Lifespan(BodyLimit(cast("ASGI3Application", Handler()), limit_of=body_limit_of))

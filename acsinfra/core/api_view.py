@@ -18,7 +18,7 @@ from acsinfra.core.threads import in_thread_if
 PARSE_HERE_BYTES = 256 * 1024
 
 
-class ApiView(APIView):
+class ApiView(APIView):  # type: ignore[misc]
     """A view of the API. Its handlers (`get`, `post`, `delete`) are async and return DRF's Response or Django's.
 
     In a handler `request.user` is the User, `request.auth` the ApiKey, and, of a POST, `self.json` (also
@@ -39,7 +39,7 @@ class ApiView(APIView):
             known = getattr(self, name, None) if name in self.http_method_names else None
             handler = known or self.http_method_not_allowed
             response = await handler(api_request, *args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (DRF: each becomes an answer)
             response = self.handle_exception(error)
         return _as_http(response)
 

@@ -103,17 +103,17 @@ async def fetch_one(query: LiteralString, params: Params = ()) -> Row | None:
 
 async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run `step`, a sync function that uses the ORM, in a thread, and give its connection back at its end."""
-    in_context = functools.partial(contextvars.copy_context().run, _step_and_give_back, step, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads(), in_context)
+    context = contextvars.copy_context()
+
+    def run() -> R:
+        try:
+            return context.run(step, *args, **kwargs)
+        finally:
+            connections.close_all()
+
+    return await asyncio.get_running_loop().run_in_executor(_threads(), run)
 
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=POOL_SIZE[1], thread_name_prefix="database-step")
-
-
-def _step_and_give_back[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    try:
-        return step(*args, **kwargs)
-    finally:
-        connections.close_all()

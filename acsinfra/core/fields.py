@@ -5,6 +5,7 @@ before its `param`. Fields are shared by all requests and keep nothing. They are
 documents them.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -152,7 +153,8 @@ class StrictListField(StrictField, serializers.ListField):
     """A list of `min_length` to `max_length` items, each as `child` says. Lists of integers are checked in one pass."""
 
     def __init__(self, *, child: Any, **options: Any) -> None:
-        super().__init__(child=child, **options)
+        # DRF binds a child to its list; a copy lets several lists name one child.
+        super().__init__(child=copy.deepcopy(child), **options)
 
     def check(self, value: Any) -> list[Any]:
         """A list of checked items."""
@@ -164,13 +166,13 @@ class StrictListField(StrictField, serializers.ListField):
             )
         if self.max_length is not None and len(value) > self.max_length:
             raise FieldFault(f"must have at most {self.max_length:,} items.")
-        child = self.child
+        child: Any = self.child
         if type(child) is StrictIntegerField and are_integers_within(value, *child.bounds):
             return value
         checked = []
         for index, item in enumerate(value):
             try:
-                checked.append(child.check(item))  # type: ignore[union-attr]
+                checked.append(child.check(item))
             except ApiError as error:
                 raise within(index, error) from None
         return checked
@@ -203,7 +205,7 @@ class StrictSerializer(serializers.Serializer):  # type: ignore[type-arg]
         """`value` checked; raises FieldFault (or another ApiError of `check_object`) with a relative `param`."""
         if not isinstance(value, dict):
             raise FieldFault("must be an object.")
-        declared: Mapping[str, Any] = cls._declared_fields  # type: ignore[attr-defined]
+        declared: Mapping[str, Any] = cls._declared_fields
         for name in value:
             if name not in declared:
                 raise FieldFault("is not a known field.", param=printable(name))

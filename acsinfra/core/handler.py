@@ -52,9 +52,9 @@ class Handler(ASGIHandler):
                 pass
 
     async def _answer(self, request: HttpRequest, send: Any) -> None:
-        response = None
+        response: Any = None
         try:
-            response = await self._middleware_chain(request)
+            response = await self._middleware_chain(request)  # type: ignore[attr-defined]
             response._handler_class = type(self)
             await self.send_response(response, send)
         finally:
@@ -81,6 +81,6 @@ def _is_readable(content_type: bytes) -> bool:
     try:
         _, parameters = parse_header_parameters(content_type.decode("latin-1"))
         codecs.lookup(parameters.get("charset", "utf-8"))
-    except Exception:
+    except Exception:  # noqa: BLE001 (whatever the codec or the parser of mail headers raises)
         return False
     return True

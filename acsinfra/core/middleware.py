@@ -51,7 +51,7 @@ class AsyncMiddleware:
 
 
 class RequestIdMiddleware(AsyncMiddleware):
-    """Gives each request its id, in `request.request_id`, the answer's `X-Request-Id` and every log line, and logs it."""
+    """Gives each request its id (`request.request_id`, the answer's `X-Request-Id`, every log line) and logs it."""
 
     async def __call__(self, request: HttpRequest) -> HttpResponseBase:
         """The answer, with its id."""

@@ -1,7 +1,8 @@
 """Strict JSON bodies: UTF-8, one value for each key, no NaN, an object at the top."""
 
 import json
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from email.message import Message
 from typing import IO, Any
 
@@ -38,8 +39,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         if len(made) == len(pairs):
             return made
         found_repeated = True
-        seen: set[str] = set()
-        return _Repeated(pairs, next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+        return _Repeated(pairs, _first_repeated(key for key, _ in pairs))
 
     try:
         try:
@@ -65,7 +65,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def check_content_type(headers: Mapping[str, str]) -> None:
-    """Raise `415 unsupported_media_type` unless the body is declared as JSON in UTF-8, uncompressed, or not declared."""
+    """Raise `415 unsupported_media_type` for a body that is declared as anything but uncompressed JSON in UTF-8."""
     declared = headers.get("Content-Type", "")
     if declared.strip():
         message = Message()
@@ -117,24 +117,33 @@ def _read_integer(digits: str) -> int:
 
 
 def _is_deeper_than(value: object, limit: int) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
+    level: list[dict[str, object] | list[object]] = [value] if isinstance(value, dict | list) else []
     for _ in range(limit):
-        below: list[object] = []
+        below: list[dict[str, object] | list[object]] = []
         for container in level:
             items = container.values() if isinstance(container, dict) else container
             # One pass in C over long lists of token ids, which hold no containers.
-            if not {dict, list, _Repeated}.isdisjoint(map(type, items)):  # type: ignore[call-overload]
-                below.extend(item for item in items if isinstance(item, dict | list))  # type: ignore[attr-defined]
+            if not {dict, list, _Repeated}.isdisjoint(map(type, items)):
+                below.extend(item for item in items if isinstance(item, dict | list))
         if not below:
             return False
         level = below
     return True
 
 
+def _first_repeated(keys: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise ValueError("no key stands twice")
+
+
 def _path_to_repeated(value: object) -> str | None:
-    waiting: list[tuple[str, object]] = [("", value)]
+    waiting: deque[tuple[str, object]] = deque([("", value)])
     while waiting:
-        path, item = waiting.pop(0)
+        path, item = waiting.popleft()
         if isinstance(item, _Repeated):
             return path + printable(item.key)
         items = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()

@@ -1,0 +1,48 @@
+"""What the commands on keys share."""
+
+from argparse import ArgumentParser, ArgumentTypeError
+from datetime import datetime, timedelta
+
+from django.core.management.base import CommandError
+from django.utils import timezone
+
+from accounts.models import ApiKey, User
+
+
+def add_key_argument(parser: ArgumentParser) -> None:
+    """Take a key by its id or the beginning of its text."""
+    parser.add_argument("key", help="The id that listkeys shows, or the beginning of the key's text.")
+
+
+def find_key(named: str) -> ApiKey:
+    """The one key that `named` means; raises CommandError."""
+    matching = ApiKey.objects.filter(pk=int(named)) if named.isdecimal() and len(named) < 19 else None
+    if matching is None:
+        matching = ApiKey.objects.filter(prefix=named[:12]) if len(named) >= 12 else ApiKey.objects.none()
+    match list(matching[:2]):
+        case [key]:
+            return key
+        case []:
+            raise CommandError(f"No key is named {named[:12]!r}: see manage.py listkeys.")
+        case _:
+            raise CommandError(f"More than one key begins with {named[:12]!r}: name it by its id.")
+
+
+def find_user(named: str) -> User:
+    """The User with this name or e-mail address; raises CommandError."""
+    user = User.objects.filter(username=named).first() or User.objects.filter(email__iexact=named).first()
+    if user is None:
+        raise CommandError(f"No User has the name or address {named!r}: see manage.py createuser.")
+    return user
+
+
+def moment(text: str) -> datetime:
+    """A time to come: ISO 8601, or `30d` for days from now."""
+    try:
+        when = timezone.now() + timedelta(days=int(text[:-1])) if text.endswith("d") else datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        raise ArgumentTypeError("give an ISO 8601 time, or days such as 30d") from None
+    when = when if when.tzinfo else timezone.make_aware(when)
+    if when <= timezone.now():
+        raise ArgumentTypeError("this time is over")
+    return when

@@ -1,0 +1,37 @@
+"""Make a User."""
+
+import getpass
+import sys
+from typing import Any
+
+from django.contrib.auth.password_validation import validate_password
+from django.core.exceptions import ValidationError
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accounts import services
+
+
+class Command(BaseCommand):
+    """`manage.py createuser NAME EMAIL`."""
+
+    help = "Make a User. An operator with all rights is made by createsuperuser."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("name")
+        parser.add_argument("email")
+        parser.add_argument(
+            "--password-stdin", action="store_true", help="Read the password from standard input instead of asking."
+        )
+        parser.add_argument("--no-password", action="store_true", help="The User cannot sign in, only hold keys.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        password = None
+        if not options["no_password"]:
+            password = sys.stdin.readline().rstrip("\n") if options["password_stdin"] else getpass.getpass()
+        try:
+            if password is not None:
+                validate_password(password)
+            user = services.create_user(username=options["name"], email=options["email"], password=password)
+        except ValidationError as error:
+            raise CommandError(" ".join(error.messages)) from None
+        self.stdout.write(f"User {user.username} made.")

@@ -1,0 +1,29 @@
+"""Take over API keys of the old platform."""
+
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accounts import services
+
+
+class Command(BaseCommand):
+    """`manage.py importkeys FILE`."""
+
+    help = "Take over keys from JSON lines of sha256, prefix, user_email, name and cap. May run twice."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("file", type=Path)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            with options["file"].open(encoding="utf-8") as lines:
+                count = services.import_keys(lines=lines)
+        except OSError as error:
+            raise CommandError(f"The file cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise CommandError("The file is not UTF-8.") from None
+        except services.ImportFault as fault:
+            raise CommandError("Nothing was imported:\n" + "\n".join(fault.faults)) from None
+        self.stdout.write(f"Keys made: {count.made}; here already: {count.present}; Users made: {count.users_made}.")

@@ -1,0 +1,22 @@
+"""Resume an API key."""
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+
+from accounts import services
+from accounts.management.commands._arguments import add_key_argument, find_key
+
+
+class Command(BaseCommand):
+    """`manage.py resumekey KEY`."""
+
+    help = "Take a paused API key again."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        add_key_argument(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        key = find_key(options["key"])
+        services.resume_key(key=key)
+        self.stdout.write(f"Key {key.pk} of {key.user.username} is {key.state}.")
