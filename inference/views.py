@@ -1,13 +1,22 @@
-"""The views of `/v1/models`."""
+"""The views of `/v1/models` and `/v1/completions`."""
 
+from typing import cast
+
+from django.http.response import HttpResponseBase
+from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from accounts.models import ApiKey, User
+from accounts.selectors import limit
 from acsinfra.core.api_view import ApiView
 from acsinfra.core.errors import ApiError
-from inference.selectors import catalogue
-from inference.serializers import ModelListSerializer, ModelSerializer
+from inference.bus.api import running_bus
+from inference.completions import prepare_completion
+from inference.responses import Exchange, answer_stream, answer_whole
+from inference.selectors import catalogue, require_inference
+from inference.serializers import CompletionRequestSerializer, ModelListSerializer, ModelSerializer
 
 
 class ModelsView(ApiView):
@@ -32,3 +41,47 @@ class ModelView(ApiView):
             error.status = 404
             raise
         return Response(model.as_json())
+
+
+class CompletionsView(ApiView):
+    """Completions: OpenAI's shape with vLLM's extras."""
+
+    @extend_schema(
+        operation_id="create_completion",
+        request=CompletionRequestSerializer,
+        responses={(200, "application/json"): OpenApiTypes.OBJECT, (200, "text/event-stream"): OpenApiTypes.STR},
+    )
+    async def post(self, request: Request) -> HttpResponseBase:
+        """Complete the prompts, and answer when all is there or, with `stream`, as it comes.
+
+        The checks in the API's order; ApiView has done the key, the size and the JSON. The rate belongs before the
+        size (`ApiView.admit`); the others that are still to come have their line here.
+        """
+        # An Idempotency-Key is replayed here, before the fields.
+        models = await catalogue()
+        work = await prepare_completion(
+            self.json,
+            catalogue=models,
+            request_id=request._request.request_id,  # type: ignore[attr-defined]
+        )
+        require_inference(models.get(work.model))
+        # The Spend limit refuses here, and then the Hold of work.hold_tokens is taken, before the request waits.
+        user, api_key = cast("User", request.user), cast("ApiKey", request.auth)
+        exchange = Exchange(await running_bus(is_served=_is_served), work)
+        try:
+            await exchange.begin(
+                key=f"key-{api_key.pk}",
+                at_once=limit(user, "requests_at_once") or 0,
+                queued=limit(user, "requests_queued") or 0,
+            )
+            response = await (answer_stream(exchange) if work.stream else answer_whole(exchange))
+        except BaseException:
+            # The Hold is settled where the exchange ends: `Exchange.end` knows the usage, or that there is none.
+            exchange.end()
+            raise
+        return response
+
+
+async def _is_served(model: str) -> bool:
+    found = (await catalogue()).models.get(model)
+    return found is not None and found.inference_status != "unavailable"

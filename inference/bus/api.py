@@ -1,14 +1,14 @@
 """The API process's end of the bus: places, publishing, inboxes, and the watch over them.
 
 Two connections to Redis however many requests wait: the courier's, which sends, and the reader's. It starts with the
-first request in the running event loop, because Django under uvicorn has no start of its own.
+first request, so that an API process starts without Redis too, and belongs to the event loop of that request.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 from django.conf import settings
@@ -80,12 +80,8 @@ class Bus:
 
     def close_inbox(self, inbox: Inbox, *, is_over: bool) -> None:
         """Read no more; unless the answer `is_over`, the engine is told to stop."""
-        if self._inboxes.pop(inbox.request_id, None) is None or is_over:
-            return
-        # The mark is for a worker that takes the message after the word has gone by.
-        mark_seconds = max(60, int(settings.ENGINE_TIME_LIMIT.total_seconds()))
-        self._courier.post("SET", keys.cancelled(inbox.request_id), "1", "EX", mark_seconds)
-        post_control(self._courier, inbox.model, Cancel(inbox.request_id))
+        if self._inboxes.pop(inbox.request_id, None) is not None and not is_over:
+            self._cancel(inbox)
 
     async def close(self) -> None:
         """Stop: whatever still waits is cancelled in the engines, and this process's keys go."""
@@ -97,6 +93,12 @@ class Bus:
         await self._reader.close()
         self._courier.post("DEL", keys.alive(self.process), keys.replies(self.process))
         await self._courier.close()
+
+    def _cancel(self, inbox: Inbox) -> None:
+        # The mark is for a worker that takes the message after the word has gone by.
+        mark_seconds = max(60, int(settings.ENGINE_TIME_LIMIT.total_seconds()))
+        self._courier.post("SET", keys.cancelled(inbox.request_id), "1", "EX", mark_seconds)
+        post_control(self._courier, inbox.model, Cancel(inbox.request_id))
 
     def _renewal(self) -> tuple[str | int, ...]:
         forget_ms = [int(span.total_seconds() * 1000) for span in (REPLIES_FOR, ALIVE_FOR)]
@@ -150,6 +152,7 @@ class Bus:
 
     def _fail(self, inboxes: list[Inbox], code: ErrorCode, message: str) -> None:
         for inbox in inboxes:
+            self._cancel(inbox)
             inbox.put(Fault(inbox.request_id, code.value, message))
 
 
@@ -181,9 +184,11 @@ async def running_bus(*, is_served: Callable[[str], Awaitable[bool]]) -> Bus:
     return _bus
 
 
-async def close_bus() -> None:
-    """End the bus of the running event loop, if there is one: for the end of the process."""
+@asynccontextmanager
+async def bus_while_serving() -> AsyncGenerator[None]:
+    """What the API serves inside: at its end the running event loop's bus is closed, if one was started."""
     global _bus
+    yield
     if _bus is not None and _loop is asyncio.get_running_loop():
         bus, _bus = _bus, None
         await bus.close()

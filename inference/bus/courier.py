@@ -30,8 +30,8 @@ BATCH_BYTES = 2 * 1024 * 1024
 RETRY_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.3)
 
 
-class BrokerAway(Exception):
-    """Redis could not be reached for as long as the command was worth trying."""
+class BrokerAway(ConnectionError):
+    """Redis could not be reached for as long as the command was worth trying: `503 service_unavailable`."""
 
 
 def make_connection(url: str) -> Connection:
@@ -39,8 +39,13 @@ def make_connection(url: str) -> Connection:
     pool: ConnectionPool = ConnectionPool.from_url(
         url, protocol=2, socket_timeout=15, socket_connect_timeout=3, retry=Retry(NoBackoff(), 0)
     )
-    connection: Connection = pool.make_connection()
+    connection: Connection = pool.make_connection()  # type: ignore[no-untyped-call]
     return connection
+
+
+async def open_connection(connection: Connection) -> None:
+    """Connect, with the URL's password and database."""
+    await connection.connect()  # type: ignore[no-untyped-call]
 
 
 class _Command:
@@ -139,7 +144,7 @@ class Courier:
             return []
         connection = self._connection
         if not connection.is_connected:
-            await connection.connect()
+            await open_connection(connection)
             self.connected_at = time.monotonic()
         packed = [part for command in batch for part in connection.pack_command(*command.arguments)]
         await connection.send_packed_command(b"".join(packed), check_health=False)

@@ -30,6 +30,12 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     worker: str
 
 
+class Returned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
+    """The worker stops and has put the request back on the queue, untouched."""
+
+    request_id: str
+
+
 class Body(msgspec.Struct, frozen=True, array_like=True, tag="body"):
     """A piece of an answer's JSON; `total` is the length of all of it in bytes."""
 
@@ -68,7 +74,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
         return ApiError(ErrorCode(self.code), self.message, param=self.param)
 
 
-Frame = Taken | Body | Chunk | End | Fault
+Frame = Taken | Returned | Body | Chunk | End | Fault
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -98,4 +104,4 @@ _encoder = msgspec.msgpack.Encoder()
 encode_batch = _encoder.encode
 encode_control = _encoder.encode
 decode_batch = msgspec.msgpack.Decoder(Batch).decode
-decode_control = msgspec.msgpack.Decoder[Control](Control).decode  # type: ignore[arg-type]
+decode_control = msgspec.msgpack.Decoder[Control](Control).decode

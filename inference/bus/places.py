@@ -157,8 +157,9 @@ class Places:
 
     async def look_again(self) -> None:
         """Ask how things stand for all that wait: a process that died holds no place, and no word may be lost."""
-        for place in list(self._waiting.values()):
-            if await self._ask(place) == GRANTED:
+        waiting = list(self._waiting.values())
+        for place, answer in zip(waiting, await asyncio.gather(*map(self._ask, waiting)), strict=True):
+            if answer == GRANTED:
                 self.grant(place.request_id)
 
     async def _ask(self, place: Place) -> object:

@@ -10,8 +10,19 @@ import msgspec
 import structlog
 
 from inference.bus import keys
-from inference.bus.courier import LOST, RETRY_SECONDS, Courier, make_connection
-from inference.bus.frames import CREDIT_EVERY, Batch, Body, Chunk, Credit, Frame, Taken, decode_batch, encode_control
+from inference.bus.courier import LOST, RETRY_SECONDS, Courier, make_connection, open_connection
+from inference.bus.frames import (
+    CREDIT_EVERY,
+    Batch,
+    Body,
+    Chunk,
+    Credit,
+    Frame,
+    Returned,
+    Taken,
+    decode_batch,
+    encode_control,
+)
 
 logger = structlog.get_logger(__name__)
 
@@ -41,6 +52,10 @@ class Inbox:
 
     def accept(self, frame: Frame, *, worker: str) -> None:
         """Take in a frame of `worker`; what a second worker makes of the same request is not read."""
+        if isinstance(frame, Returned):
+            if worker == self.worker:
+                self.worker, self.published_at = None, time.monotonic()
+            return
         if self.worker is None:
             self.worker = worker
         if worker == self.worker and not isinstance(frame, Taken):
@@ -54,9 +69,17 @@ class Inbox:
 
     async def next(self) -> Frame:
         """The next frame. Reading is what lets the worker send more."""
-        while not self._frames:
+        while True:
+            frame = self.next_nowait()
+            if frame is not None:
+                return frame
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
+
+    def next_nowait(self) -> Frame | None:
+        """The next frame, or None where it has not come yet."""
+        if not self._frames:
+            return None
         frame = self._frames.popleft()
         if isinstance(frame, (Body, Chunk)):
             self._read += len(frame.data)
@@ -65,14 +88,9 @@ class Inbox:
                 post_control(self._courier, self.model, Credit(self.request_id, self._read))
         return frame
 
-    def next_nowait(self) -> Frame | None:
-        """A chunk that is there already, to send along with the one before it; None where there is none."""
-        if self._frames and isinstance(self._frames[0], Chunk):
-            frame = self._frames.popleft()
-            assert isinstance(frame, Chunk)
-            self._read += len(frame.data)
-            return frame
-        return None
+    def holds_chunk(self) -> bool:
+        """Whether the next frame is there and is a chunk."""
+        return bool(self._frames) and isinstance(self._frames[0], Chunk)
 
 
 class ReplyReader:
@@ -109,7 +127,7 @@ class ReplyReader:
         while True:
             try:
                 if not self._connection.is_connected:
-                    await self._connection.connect()
+                    await open_connection(self._connection)
                     self._renew()
                     self.connected_at = time.monotonic()
                 entries = await self._read()

@@ -17,7 +17,7 @@ from inference.answers import AnswerBuilder, MisbehavedEngine, StreamShaper, eng
 from inference.bus import keys
 from inference.bus.courier import BrokerAway, Courier
 from inference.bus.envelope import Envelope, read_work
-from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Taken
+from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Returned, Taken
 from inference.engine.activations import CapturedActivations
 from inference.engine.errors import EngineDied, RequestFault
 from inference.wire import CompletionWork, EngineDelta, EngineRequest
@@ -114,8 +114,18 @@ class CompletionService:
     def abort_all(self) -> None:
         """The worker's time is up: what still runs ends with an error."""
         for request_id, running in self._running.items():
-            self.outboxes.put(running.reply_to, _engine_fault(request_id, "The inference worker is stopping."))
+            stopping = Fault(request_id, ErrorCode.ENGINE_ERROR.value, "The inference worker is stopping.")
+            self.outboxes.put(running.reply_to, stopping)
             running.abort()
+
+    def return_untouched(self) -> None:
+        """Celery has put back on the queue what no thread had begun: another worker will have it."""
+        for request_id, running in list(self._running.items()):
+            if running.task is None:
+                if running.taken is not None:
+                    running.taken.cancel()
+                self.outboxes.put(running.reply_to, Returned(request_id))
+                del self._running[request_id]
 
     async def serve(self, envelope: Envelope) -> None:
         """Answer one Completion; returns when its last frame is on its way, and raises nothing."""
@@ -146,24 +156,11 @@ class CompletionService:
             async with asyncio.timeout(max(0.0, seconds_left)):
                 work = await read_work(envelope, self._courier)
                 if work is None:
-                    raise BrokerAway("The pieces of the work are gone.")  # noqa: TRY301 - ends as one of the faults below
+                    raise BrokerAway("The pieces of the work are gone.")
                 await self._answer(work, running)
-        except TimeoutError:
-            self._fault(
-                running, request_id, ErrorCode.ENGINE_TIMEOUT, "The engine did not finish within its time limit."
-            )
-        except EngineDied:
-            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, "The engine died under this request.")
-        except (RequestFault, MisbehavedEngine) as error:
-            logger.error("A request failed in the engine.", request_id=request_id, error=str(error))
-            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, f"The engine failed on this request. {error}")
-        except ClientStalled:
-            self._fault(running, request_id, ErrorCode.ENGINE_TIMEOUT, "The answer was not read.")
-        except (BrokerAway, RedisError):
-            self._fault(running, request_id, ErrorCode.SERVICE_UNAVAILABLE, "The broker was away.")
-        except Exception:
-            logger.exception("A request failed in the inference worker.", request_id=request_id)
-            self._fault(running, request_id, ErrorCode.ENGINE_ERROR, "The inference worker failed on this request.")
+        except Exception as error:  # noqa: BLE001 - each has its answer, the unexpected ones too
+            code, message = _fault_of(error, request_id)
+            self.outboxes.put(running.reply_to, Fault(request_id, code.value, message))
 
     async def _answer(self, work: CompletionWork, running: _Running) -> None:
         engine = await self._life.engine()
@@ -253,17 +250,28 @@ class CompletionService:
 
         self._courier.ask("EXISTS", keys.cancelled(request_id)).add_done_callback(look)
 
-    def _fault(self, running: _Running, request_id: str, code: ErrorCode, message: str) -> None:
-        self.outboxes.put(running.reply_to, Fault(request_id, code.value, message))
-
     def _abort_process(self, process: str) -> None:
         for running in self._running.values():
             if running.reply_to == process:
                 running.abort()
 
 
-def _engine_fault(request_id: str, message: str) -> Fault:
-    return Fault(request_id, ErrorCode.ENGINE_ERROR.value, message)
+def _fault_of(error: Exception, request_id: str) -> tuple[ErrorCode, str]:
+    """How a Completion ends that `error` ended."""
+    match error:
+        case TimeoutError():
+            return ErrorCode.ENGINE_TIMEOUT, "The engine did not finish within its time limit."
+        case ClientStalled():
+            return ErrorCode.ENGINE_TIMEOUT, "The answer was not read."
+        case EngineDied():
+            return ErrorCode.ENGINE_ERROR, "The engine died under this request."
+        case RequestFault() | MisbehavedEngine():
+            logger.error("A request failed in the engine.", request_id=request_id, error=str(error))
+            return ErrorCode.ENGINE_ERROR, f"The engine failed on this request: {error}"
+        case BrokerAway() | RedisError():
+            return ErrorCode.SERVICE_UNAVAILABLE, "The broker was away."
+    logger.error("A request failed in the inference worker.", request_id=request_id, exc_info=error)
+    return ErrorCode.ENGINE_ERROR, "The inference worker failed on this request."
 
 
 async def _run_one(engine: "InferenceEngine", number: int, request: EngineRequest, gain: Gain) -> None:

@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import structlog
 
 from inference.bus import keys
-from inference.bus.courier import LOST, RETRY_SECONDS, make_connection
+from inference.bus.courier import LOST, RETRY_SECONDS, make_connection, open_connection
 from inference.bus.frames import Control, decode_control
 
 logger = structlog.get_logger(__name__)
@@ -41,7 +42,7 @@ class ControlReader:
         while True:
             try:
                 if not self._connection.is_connected:
-                    await self._connection.connect()
+                    await open_connection(self._connection)
                     if not self._last_id:
                         self._last_id = await self._newest_id()
                     self.listening_since = time.monotonic()
@@ -60,7 +61,7 @@ class ControlReader:
 
     async def _newest_id(self) -> str:
         entries = await self._ask("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
-        return entries[0][0].decode() if entries else "0"
+        return str(entries[0][0].decode()) if entries else "0"
 
     async def _read(self) -> list[Control]:
         answer = await self._ask(
@@ -72,7 +73,6 @@ class ControlReader:
         self._last_id = entries[-1][0].decode()
         return [decode_control(fields[1]) for _, fields in entries if fields]
 
-    async def _ask(self, *arguments: str | int) -> list[list[list[bytes]]] | None:
+    async def _ask(self, *arguments: str | int) -> Any:
         await self._connection.send_command(*arguments, check_health=False)
-        answer: list[list[list[bytes]]] | None = await self._connection.read_response(disable_decoding=True)
-        return answer
+        return await self._connection.read_response(disable_decoding=True)

@@ -72,6 +72,9 @@ class Outboxes:
         self._frames: dict[str, deque[Frame]] = {}
         self._arrivals: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unsent = 0
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
 
     def put(self, process: str, frame: Frame) -> None:
         """Send `frame` to API process `process`, behind those before it."""
@@ -81,6 +84,8 @@ class Outboxes:
             self._tasks[process] = asyncio.create_task(self._carry(process), name=f"outbox-{process[:8]}")
         self._frames[process].append(frame)
         self._arrivals[process].set()
+        self._unsent += 1
+        self._all_sent.clear()
 
     async def send(self, process: str, frame: Body | Chunk, window: Window) -> None:
         """Send a frame of an answer as soon as its window has room; raises ClientStalled."""
@@ -106,17 +111,21 @@ class Outboxes:
         """Wait until all is sent, for at most `within` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                while any(self._frames.values()):
-                    await asyncio.sleep(0.02)
+                await self._all_sent.wait()
 
     async def _is_back(self, process: str) -> bool:
         await asyncio.sleep(GONE_AFTER_SECONDS)
         return await self._courier.ask("EXISTS", keys.alive(process)) == 1
 
+    def _note_sent(self, n_frames: int) -> None:
+        self._unsent -= n_frames
+        if self._unsent == 0:
+            self._all_sent.set()
+
     def _forget(self, process: str) -> None:
         logger.warning("An API process is gone; its requests are stopped.", process=process)
         task = self._tasks.pop(process, None)
-        self._frames.pop(process, None)
+        self._note_sent(len(self._frames.pop(process, ())))
         self._arrivals.pop(process, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -128,9 +137,12 @@ class Outboxes:
             while frames:
                 batch = _next_batch(frames)
                 payload = encode_batch(Batch(self._worker, next(self._numbers), batch))
-                if not await self._deliver(process, payload):
-                    if self._tasks.get(process) is asyncio.current_task():
-                        self._forget(process)
+                try:
+                    is_delivered = await self._deliver(process, payload)
+                finally:
+                    self._note_sent(len(batch))
+                if not is_delivered:
+                    self._forget(process)
                     return
             arrival.clear()
             try:

@@ -7,6 +7,7 @@ control stream) lives in one event loop, so that vLLM batches what runs at once.
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import psutil
 import structlog
 import uvloop
 from django.conf import settings
@@ -36,6 +38,8 @@ logger = structlog.get_logger(__name__)
 
 ENGINE_STATE = settings.HOME / "engines"
 DRAIN_SECONDS = 10.0
+# After this an orderly end has failed.
+STOP_SECONDS = 60.0
 
 
 class InferenceWorker:
@@ -129,6 +133,7 @@ class InferenceWorker:
 
     async def _stop(self) -> None:
         if self._service is not None:
+            self._service.return_untouched()
             await self._service.outboxes.drain(within=DRAIN_SECONDS)
         if self._gone_watch is not None:
             self._gone_watch.cancel()
@@ -153,30 +158,24 @@ def run(*, model: BaseModel, checkpoint: str, shares_machine: bool) -> int:
     global _worker
     from inference.worker.celery_worker import run_celery_worker
 
-    def end_process() -> None:
-        logger.error("The model was removed; its worker ends.")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def interrupt(number: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
     _worker = InferenceWorker(model=model, checkpoint=checkpoint, shares_machine=shares_machine)
-    registration = Registration(model=model, on_removed=end_process)
+    registration = Registration(model=model, on_removed=_end_without_model)
+    code = _load(_worker, registration)
+    if code is not None:
+        # An engine that is loading can't be stopped, only ended, and its threads with it.
+        registration.close()
+        _end_now(code)
     try:
-        try:
-            _worker.start(registration)
-        except EngineRefused as error:
-            logger.error("The engine refused to serve.", model=model.name, reason=str(error))  # noqa: TRY400
-            return 1
         run_celery_worker(_worker, registration)
-        return 1 if _worker.is_lost else 0
     finally:
         registration.leave()
-        _end_at_latest(seconds=60.0)
+        watchdog = threading.Timer(STOP_SECONDS, _end_now, args=(1,))
+        watchdog.daemon = True
+        watchdog.start()
         _worker.stop()
         registration.close()
+        watchdog.cancel()
+    return 1 if _worker.is_lost else 0
 
 
 def running_worker() -> InferenceWorker:
@@ -185,8 +184,37 @@ def running_worker() -> InferenceWorker:
     return _worker
 
 
-def _end_at_latest(*, seconds: float) -> None:
-    """End this process by force if its orderly end takes too long."""
-    timer = threading.Timer(seconds, os._exit, args=(1,))
-    timer.daemon = True
-    timer.start()
+def _load(worker: InferenceWorker, registration: Registration) -> int | None:
+    """Load the engine; returns the exit code where that was not to be."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
+    try:
+        worker.start(registration)
+    except KeyboardInterrupt:
+        logger.info("Stopped while the engine was loading.", model=worker.model.name)
+        return 0
+    except EngineRefused as error:
+        logger.error("The engine refused to serve.", model=worker.model.name, reason=str(error))
+        return 1
+    except Exception:
+        logger.exception("The engine could not be started.", model=worker.model.name)
+        return 1
+    return None
+
+
+def _end_without_model() -> None:
+    logger.error("The model was removed; its worker ends.")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_now(code: int) -> None:
+    """End this process and all that it started, without waiting for anything."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    sys.stderr.flush()
+    os._exit(code)

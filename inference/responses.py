@@ -1,0 +1,169 @@
+"""From the frames of a Completion to its HTTP answer, whole or streamed."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import msgspec
+from django.http import HttpResponse, StreamingHttpResponse
+from django.http.response import HttpResponseBase
+
+from acsinfra.core.errors import ApiError, ErrorCode
+from inference.bus.api import Bus
+from inference.bus.frames import Body, Chunk, End, Fault
+from inference.bus.places import Place
+from inference.bus.replies import Inbox
+from inference.wire import CompletionWork
+
+# Chunks that wait already are sent together, up to about this much.
+JOINED_BYTES = 64 * 1024
+
+
+class Exchange:
+    """A Completion between its place in the key's line and its last byte; `end` it in every case.
+
+    `usage` is (prompt tokens, completion tokens) as the engine counted them, once the answer is whole.
+    """
+
+    def __init__(self, bus: Bus, work: CompletionWork) -> None:
+        self._bus = bus
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+        self._place: Place | None = None
+        self._inbox: Inbox | None = None
+        self._is_over = False
+        self.usage: tuple[int, int] | None = None
+
+    async def begin(self, *, key: str, at_once: int, queued: int) -> None:
+        """Wait for a place of API key `key`, then publish the work.
+
+        Raises ApiError (`429 queue_full`, `504 engine_timeout`) and BrokerAway.
+        """
+        request_id = self._work.request_id
+        async with self._deadline():
+            self._place = await self._bus.places.claim(key=key, request_id=request_id, at_once=at_once, queued=queued)
+            await self._place.granted
+            self._inbox = await self._bus.send(self._work)
+
+    async def next(self) -> Body | Chunk | End:
+        """The next frame of the answer; raises ApiError where the answer is or breaks off with an error."""
+        assert self._inbox is not None
+        # A frame that is there already needs no timer.
+        frame = self._inbox.next_nowait()
+        if frame is None:
+            async with self._deadline():
+                frame = await self._inbox.next()
+        if isinstance(frame, Fault):
+            self._is_over = True
+            raise frame.error()
+        if isinstance(frame, End):
+            self._is_over = True
+            self.usage = frame.prompt_tokens, frame.completion_tokens
+        assert isinstance(frame, (Body, Chunk, End))
+        return frame
+
+    def more_chunks(self, first: Chunk) -> list[Chunk]:
+        """`first` and the chunks behind it that are there already."""
+        assert self._inbox is not None
+        chunks, size = [first], len(first.data)
+        while size < JOINED_BYTES and self._inbox.holds_chunk():
+            frame = self._inbox.next_nowait()
+            assert isinstance(frame, Chunk)
+            chunks.append(frame)
+            size += len(frame.data)
+        return chunks
+
+    def end(self) -> None:
+        """Give the place back; an answer that is not whole is stopped in the engine."""
+        place, self._place = self._place, None
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            self._bus.close_inbox(inbox, is_over=self._is_over)
+        if place is not None:
+            self._bus.places.release(place)
+
+    def __del__(self) -> None:
+        # A response that was cancelled on its way to Django is never closed, only dropped.
+        if (self._place is not None or self._inbox is not None) and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end)
+
+    def _deadline(self) -> "_Deadline":
+        return _Deadline(self._work.deadline - time.time())
+
+
+class _Deadline:
+    """`asyncio.timeout` that raises `504 engine_timeout`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._timeout = asyncio.timeout(max(0.0, seconds))
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, *raised: object) -> None:
+        try:
+            await self._timeout.__aexit__(*raised)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise ApiError(ErrorCode.ENGINE_TIMEOUT, "The engine did not finish within its time limit.") from None
+
+
+async def answer_whole(exchange: Exchange) -> HttpResponseBase:
+    """The answer as one JSON object; a large one is passed on piece by piece as the client reads it."""
+    first = await exchange.next()
+    assert isinstance(first, Body)
+    if len(first.data) == first.total:
+        await exchange.next()
+        exchange.end()
+        return HttpResponse(first.data, content_type="application/json")
+    response = StreamingHttpResponse(_Parts(exchange, _pieces(exchange, first)), content_type="application/json")
+    response["Content-Length"] = str(first.total)
+    return response
+
+
+async def answer_stream(exchange: Exchange) -> HttpResponseBase:
+    """The answer as server-sent events; returns, with the status, once the first chunk is there."""
+    first = await exchange.next()
+    response = StreamingHttpResponse(_Parts(exchange, _events(exchange, first)), content_type="text/event-stream")
+    response["Cache-Control"] = "no-cache"
+    response["X-Accel-Buffering"] = "no"
+    return response
+
+
+class _Parts:
+    """The parts of a streamed answer, whose end is the exchange's: Django calls `close` on every way out."""
+
+    def __init__(self, exchange: Exchange, parts: AsyncGenerator[bytes]) -> None:
+        self._exchange = exchange
+        self._parts = parts
+
+    def __aiter__(self) -> "_Parts":
+        return self
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._parts)
+
+    def close(self) -> None:
+        self._exchange.end()
+
+
+async def _pieces(exchange: Exchange, first: Body) -> AsyncGenerator[bytes]:
+    frame: Body | Chunk | End = first
+    while not isinstance(frame, End):
+        yield frame.data
+        # An error from here on cuts the body short of its Content-Length: the server closes the connection.
+        frame = await exchange.next()
+    exchange.end()
+
+
+async def _events(exchange: Exchange, first: Body | Chunk | End) -> AsyncGenerator[bytes]:
+    frame = first
+    try:
+        while isinstance(frame, Chunk):
+            yield b"".join(b"data: " + chunk.data + b"\n\n" for chunk in exchange.more_chunks(frame))
+            frame = await exchange.next()
+    except ApiError as error:
+        exchange.end()
+        yield b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+        return
+    exchange.end()
+    yield b"data: [DONE]\n\n"
