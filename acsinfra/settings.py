@@ -8,6 +8,7 @@ A file `env` in `ACSINFRA_HOME` (written by `manage.py quickstart`) fills in wha
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import django_stubs_ext
 import environ
@@ -104,12 +105,13 @@ TEMPLATES = [
 ]
 
 # psycopg's pool gives a view's ORM a connection for one step; the hot path has its own async pool (core.db).
-DATABASES: dict[str, dict[str, object]] = {"default": {"ENGINE": "django.db.backends.dummy"}}
+DATABASES: dict[str, dict[str, Any]] = {"default": {"ENGINE": "django.db.backends.dummy"}}
 if DATABASE_URL:
-    DATABASES["default"] = env.db_url_config(DATABASE_URL) | {
-        "OPTIONS": {"pool": {"min_size": 0, "max_size": env.int("DATABASE_POOL_SIZE", default=8), "timeout": 10}},
-        "CONN_MAX_AGE": 0,
-    }
+    named = env.db_url_config(DATABASE_URL)
+    # Short times: a request must not wait long for a database that is away.
+    pool = {"min_size": 0, "max_size": env.int("DATABASE_POOL_SIZE", default=8), "timeout": 4, "reconnect_timeout": 4}
+    options = {"connect_timeout": 4, **named.get("OPTIONS", {}), "pool": pool}
+    DATABASES["default"] = {**named, "CONN_MAX_AGE": 0, "OPTIONS": options}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 AUTH_USER_MODEL = "accounts.User"
@@ -209,4 +211,7 @@ HEARTBEAT = timedelta(seconds=env.float("HEARTBEAT_SECONDS", default=5))
 ENGINE_SILENT_AFTER = timedelta(seconds=env.float("ENGINE_SILENT_AFTER_SECONDS", default=20))
 RUNNER_GRACE = timedelta(seconds=env.float("RUNNER_GRACE_SECONDS", default=30))
 HARVEST_PENDING_AT_MOST = timedelta(hours=env.float("HARVEST_PENDING_HOURS", default=24))
+HARVEST_FILES_KEPT: timedelta | None = (
+    timedelta(days=env.float("HARVEST_FILES_KEPT_DAYS")) if env.str("HARVEST_FILES_KEPT_DAYS", default="") else None
+)
 LINKS_EXPIRE_AFTER = timedelta(days=env.float("LINKS_EXPIRE_DAYS", default=7))

@@ -4,6 +4,7 @@ from django.contrib import admin
 from django.urls import include, path, re_path, register_converter
 
 from acsinfra.core import views
+from acsinfra.core.file_links import serve_link
 from acsinfra.core.ids import AnyCaseUUIDConverter
 
 register_converter(AnyCaseUUIDConverter, "any_uuid")
@@ -11,6 +12,7 @@ register_converter(AnyCaseUUIDConverter, "any_uuid")
 urlpatterns = [
     path("healthz", views.healthz),
     path("readyz", views.readyz),
+    path("files/<str:token>/<str:name>", serve_link),
     path("openapi.json", views.openapi),
     path("v1/chat/completions", views.ChatCompletionsView.as_view()),
     path("", include("inference.urls")),

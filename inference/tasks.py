@@ -1,10 +1,15 @@
 """The Celery tasks of inference workers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from celery import shared_task
 
+from inference import services
 from inference.bus.envelope import TASK
+
+# What the scheduler runs, and every how many seconds.
+SWEEPS: Mapping[str, float] = {"inference.sweep_silent_engines": 5}
 
 
 @shared_task(name=TASK, ignore_result=True)
@@ -13,3 +18,9 @@ def complete(*, envelope: dict[str, Any]) -> None:
     from inference.worker.process import running_worker
 
     running_worker().complete(envelope)
+
+
+@shared_task(name="inference.sweep_silent_engines", ignore_result=True)
+def sweep_silent_engines() -> None:
+    """Take the rows of engines that have gone silent away."""
+    services.sweep_silent_engines()

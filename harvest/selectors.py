@@ -1,0 +1,62 @@
+"""What reads Harvest jobs."""
+
+import uuid
+from dataclasses import dataclass
+
+from django.conf import settings
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from accounts.models import User
+from acsinfra.core.db import fetch_one
+from acsinfra.core.errors import invalid, not_found
+from harvest.models import HarvestJob
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """A page of jobs, newest first, and whether older ones follow."""
+
+    jobs: list[HarvestJob]
+    has_more: bool
+
+
+def harvest_of(user: User, job_id: uuid.UUID) -> HarvestJob:
+    """The User's job; the same `404 not_found` for another User's as for one that never was."""
+    job = HarvestJob.objects.filter(user=user, pk=job_id).first()
+    if job is None:
+        raise not_found("There is no such Harvest job.")
+    return job
+
+
+def list_harvests(
+    *, user: User, limit: int, after: uuid.UUID | None = None, status: str | None = None, model: str | None = None
+) -> JobPage:
+    """The User's jobs older than the job `after`, newest first. Raises `400` for an `after` that is none of theirs."""
+    jobs = HarvestJob.objects.filter(user=user)
+    if after is not None:
+        if not jobs.filter(pk=after).exists():
+            raise invalid("after is not the id of one of your Harvest jobs.", param="after")
+        jobs = jobs.filter(pk__lt=after)
+    if status is not None:
+        jobs = jobs.filter(status=status)
+    if model is not None:
+        jobs = jobs.filter(model=model)
+    found = list(jobs.order_by("-pk").prefetch_related("shards")[: limit + 1])
+    return JobPage(jobs=found[:limit], has_more=len(found) > limit)
+
+
+def models_with_waiting_jobs() -> list[str]:
+    """The names of models that have jobs ready to be claimed."""
+    ready = Q(retry_at__isnull=True) | Q(retry_at__lte=Now())
+    waiting = HarvestJob.objects.filter(ready, status=HarvestJob.Status.PENDING)
+    return list(waiting.order_by().values_list("base_model__name", flat=True).distinct())
+
+
+async def is_runner_registered(base_model_id: int) -> bool:
+    """Whether a runner of the Base model has sent its heartbeat lately."""
+    row = await fetch_one(
+        "SELECT 1 FROM inference_engine WHERE base_model_id = %s AND kind = 'runner' AND heartbeat_at >= now() - %s",
+        [base_model_id, settings.ENGINE_SILENT_AFTER],
+    )
+    return row is not None

@@ -1,0 +1,174 @@
+"""The views of `/v1/harvest`."""
+
+import asyncio
+import time
+import uuid
+from typing import Any, cast
+
+from django.conf import settings
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accounts.models import ApiKey, User
+from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.db import database_step
+from acsinfra.core.errors import ApiError, ErrorCode, invalid
+from acsinfra.core.fields import query_integer
+from acsinfra.core.file_links import base_url
+from acsinfra.core.threads import in_thread_if
+from harvest import selectors, services
+from harvest.models import HarvestJob
+from harvest.plans import plan_harvest
+from harvest.serializers import (
+    HarvestJobListSerializer,
+    HarvestJobSerializer,
+    HarvestRequestSerializer,
+    job_as_json,
+)
+from harvest.waiting import wait_for_change
+from inference.selectors import CatalogueModel, catalogue
+
+WAIT_AT_MOST = 60
+DECLINED = {"X-Acs-Longpoll": "declined", "Retry-After": "3"}
+RUNNER_LOOK_SECONDS = 0.5
+
+
+class HarvestsView(ApiView):
+    """Harvest jobs."""
+
+    @extend_schema(
+        operation_id="create_harvest",
+        request=HarvestRequestSerializer,
+        responses={202: OpenApiResponse(HarvestJobSerializer, description="The job, pending.")},
+    )
+    async def post(self, request: Request) -> Response:
+        """Queue a Harvest job: the residual stream of each token of up to 4,096 prompts, as files to download."""
+        is_large = len(request._request.body) > PARSE_HERE_BYTES
+        fields = await in_thread_if(is_large, HarvestRequestSerializer.validated, self.json)
+        model = (await catalogue()).get(fields["model"])
+        plan = await in_thread_if(is_large, plan_harvest, fields, model)
+        user, key = _caller(request)
+        job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan)
+        await _require_runner(job, model)
+        answer = job_as_json(job, base_url=base_url(request._request))
+        return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
+
+    @extend_schema(
+        operation_id="list_harvests",
+        parameters=[
+            OpenApiParameter("limit", int, description="1 to 100.", default=20),
+            OpenApiParameter("after", uuid.UUID, description="The id of the last job of the page before."),
+            OpenApiParameter("status", str, enum=HarvestJob.Status.values),
+            OpenApiParameter("model", str),
+        ],
+        responses=HarvestJobListSerializer,
+    )
+    async def get(self, request: Request) -> Response:
+        """List the User's Harvest jobs, newest first."""
+        query = request._request.GET
+        limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
+        status = query.get("status")
+        if status is not None and status not in HarvestJob.Status.values:
+            raise invalid(f"status must be one of {', '.join(HarvestJob.Status.values)}.", param="status")
+        answer = await database_step(
+            _list,
+            base_url=base_url(request._request),
+            user=_caller(request)[0],
+            limit=limit,
+            after=_query_id(query.get("after")),
+            status=status,
+            model=query.get("model"),
+        )
+        return Response(answer)
+
+
+class HarvestView(ApiView):
+    """One Harvest job."""
+
+    @extend_schema(
+        operation_id="get_harvest",
+        parameters=[
+            OpenApiParameter("wait", int, description="0 to 60: seconds to wait for the status to change.", default=0)
+        ],
+        responses=HarvestJobSerializer,
+    )
+    async def get(self, request: Request, job_id: uuid.UUID) -> Response:
+        """Return the job; with `wait`, as soon as its status changes or the seconds are over."""
+        seconds = query_integer(request._request.GET, "wait", default=0, min_value=0, max_value=WAIT_AT_MOST)
+        user, key = _caller(request)
+        job = await database_step(selectors.harvest_of, user, job_id)
+        has_waited = (
+            not seconds
+            or job.is_ended
+            or await wait_for_change(job_id, seen=str(job.status), seconds=seconds, key=str(key.pk))
+        )
+        return Response(await _answer(request, job_id), headers={} if has_waited else DECLINED)
+
+    @extend_schema(operation_id="delete_harvest", responses=HarvestJobSerializer)
+    async def delete(self, request: Request, job_id: uuid.UUID) -> Response:
+        """Cancel the job, and answer it. One that has ended stays as it is."""
+        return await _cancel(request, job_id)
+
+
+class HarvestCancelView(ApiView):
+    """The cancelling of a Harvest job."""
+
+    takes_json = False
+
+    @extend_schema(operation_id="cancel_harvest", request=None, responses=HarvestJobSerializer)
+    async def post(self, request: Request, job_id: uuid.UUID) -> Response:
+        """Cancel the job, and answer it. One that has ended stays as it is."""
+        return await _cancel(request, job_id)
+
+
+def _caller(request: Request) -> tuple[User, ApiKey]:
+    return cast("User", request.user), cast("ApiKey", request.auth)
+
+
+async def _require_runner(job: HarvestJob, model: CatalogueModel) -> None:
+    """Wait for a runner of the model within the grace; without one the job ends, and `503 harvest_unavailable`."""
+    deadline = time.monotonic() + settings.RUNNER_GRACE.total_seconds()
+    while not await selectors.is_runner_registered(model.id):
+        if time.monotonic() >= deadline:
+            error = f"No runner is there for {model.name}."
+            if await database_step(services.fail_unavailable, job_id=job.pk, error=error):
+                raise ApiError(
+                    ErrorCode.HARVEST_UNAVAILABLE, f"{error} Try again later.", extra={"job_id": str(job.pk)}
+                )
+            return
+        await asyncio.sleep(RUNNER_LOOK_SECONDS)
+
+
+async def _cancel(request: Request, job_id: uuid.UUID) -> Response:
+    await database_step(selectors.harvest_of, _caller(request)[0], job_id)
+    await database_step(services.cancel_harvest, job_id=job_id)
+    return Response(await _answer(request, job_id))
+
+
+async def _answer(request: Request, job_id: uuid.UUID) -> dict[str, Any]:
+    # Links take their time: they are made in the step's thread.
+    def read() -> dict[str, Any]:
+        return job_as_json(selectors.harvest_of(_caller(request)[0], job_id), base_url=base_url(request._request))
+
+    return await database_step(read)
+
+
+def _list(*, base_url: str, **which: Any) -> dict[str, Any]:
+    page = selectors.list_harvests(**which)
+    return {
+        "object": "list",
+        "data": [job_as_json(job, base_url=base_url) for job in page.jobs],
+        "has_more": page.has_more,
+    }
+
+
+def _query_id(text: str | None) -> uuid.UUID | None:
+    if text is None:
+        return None
+    try:
+        if len(text) == 36:
+            return uuid.UUID(text)
+    except ValueError:
+        pass
+    raise invalid("after must be the id of a job.", param="after")

@@ -1,0 +1,112 @@
+"""Waiting for a job's status to change, however many wait: one small query a quarter of a second for a process."""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import psycopg
+import structlog
+from django.conf import settings
+from redis.exceptions import RedisError
+
+from acsinfra.core.db import connection
+from inference.bus.courier import BrokerAway, Courier
+
+logger = structlog.get_logger(__name__)
+
+LOOK_SECONDS: Final = 0.25
+AWAY_SECONDS: Final = 1.0
+# A place is given up by itself when its API process dies: this long after its wait should have ended.
+GRACE_SECONDS: Final = 10
+_CLAIM: Final = """
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
+redis.call('ZADD', KEYS[1], now + tonumber(ARGV[3]), ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+
+class StatusWatch:
+    """Sees for all waiting requests of one event loop when a job's status is another than they saw."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Future[None], tuple[uuid.UUID, str]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def wait_for_change(self, job_id: uuid.UUID, *, seen: str, seconds: float) -> None:
+        """Return once the job's status is not `seen` any more (or the job is gone), or `seconds` are over."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[changed] = (job_id, seen)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(), name="harvest-status-watch")
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await changed
+        finally:
+            self._waiting.pop(changed, None)
+
+    async def _look(self) -> None:
+        while self._waiting:
+            pause = LOOK_SECONDS
+            try:
+                await self._wake_changed()
+            except psycopg.Error as error:
+                logger.warning("the database is away; waiting requests go on waiting", reason=type(error).__name__)
+                pause = AWAY_SECONDS
+            await asyncio.sleep(pause)
+
+    async def _wake_changed(self) -> None:
+        waiting = dict(self._waiting)
+        ids = list({job_id for job_id, _ in waiting.values()})
+        async with connection() as database:
+            cursor = await database.execute("SELECT id, status FROM harvest_harvestjob WHERE id = ANY(%s)", [ids])
+            statuses: dict[uuid.UUID, str] = dict(await cursor.fetchall())
+        for changed, (job_id, seen) in waiting.items():
+            if statuses.get(job_id) != seen and not changed.done():
+                changed.set_result(None)
+
+
+class WaitPlaces:
+    """How many requests of a key wait at once, right across API processes: Redis counts."""
+
+    def __init__(self) -> None:
+        self._courier = Courier(settings.BROKER_URL)
+
+    @asynccontextmanager
+    async def take(self, key: str, *, seconds: int) -> AsyncGenerator[bool]:
+        """Whether the key has a place for a wait of `seconds`; the place is given back at the block's end.
+
+        No place when the broker is away: an answer at once does no harm.
+        """
+        place, name = secrets.token_hex(8), f"acs:harvest-waits:{key}"
+        limit, expiry = settings.HARVEST_WAITS_AT_ONCE, seconds + GRACE_SECONDS
+        try:
+            is_taken = await self._courier.ask("EVAL", _CLAIM, 1, name, place, limit, expiry, patience=1.0) == 1
+        except (BrokerAway, RedisError):
+            is_taken = False
+        try:
+            yield is_taken
+        finally:
+            self._courier.post("ZREM", name, place, patience=GRACE_SECONDS)
+
+
+_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[StatusWatch, WaitPlaces]] = WeakKeyDictionary()
+
+
+async def wait_for_change(job_id: uuid.UUID, *, seen: str, seconds: int, key: str) -> bool:
+    """Wait up to `seconds` for the job's status to be another than `seen`. False: the key has no place to wait."""
+    loop = asyncio.get_running_loop()
+    if loop not in _watches:
+        _watches[loop] = (StatusWatch(), WaitPlaces())
+    watch, places = _watches[loop]
+    async with places.take(key, seconds=seconds) as has_place:
+        if has_place:
+            await watch.wait_for_change(job_id, seen=seen, seconds=seconds)
+        return has_place
