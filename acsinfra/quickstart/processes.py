@@ -72,6 +72,9 @@ def end_processes(folder: Path) -> list[str]:
     running = [record for record in records if record.is_running()]
     for tier in sorted({record.tier for record in running}, reverse=True):
         _end([record for record in running if record.tier == tier])
+    orphaned_groups = {record.pid for record in records if record not in running}
+    if orphaned_groups:
+        _end_orphans(orphaned_groups, home=str(folder.parent))
     for record in records:
         record.file(folder).unlink(missing_ok=True)
     return [record.name for record in running]
@@ -92,6 +95,17 @@ def _end(records: list[ProcessRecord]) -> None:
     # A leader that has gone may have left members of its group behind.
     for record in records:
         record.signal_group(signal.SIGKILL)
+
+
+def _end_orphans(groups: set[int], *, home: str) -> None:
+    """End what a dead leader left in its group, such as an engine's own processes.
+
+    A group's number may have come to belong to others by now, so only what carries the home in its environment.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) in groups and process.environ().get("ACSINFRA_HOME") == home:
+                process.kill()
 
 
 def guard(folder: Path) -> None:

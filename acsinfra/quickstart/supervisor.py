@@ -104,7 +104,7 @@ class Supervisor:
     ) -> Child:
         """Start `command` in a process group of its own and put it on record.
 
-        `before_exec` runs in the child. Call this from the main thread.
+        `before_exec` runs in the child.
         """
         log = self.logs / f"{name}.log"
         with log.open("ab") as output:

@@ -166,3 +166,23 @@ def _flush(folder: Path) -> None:
     for file in folder.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
+
+
+def _main() -> int:
+    """Fetch one: `python -m inference.engine.checkpoint SOURCE CACHE [REVISION]`, with progress on standard output."""
+    source, cache_dir, *revision = sys.argv[1:]
+    try:
+        resolve_source(
+            source,
+            cache_dir=Path(cache_dir),
+            revision=revision[0] if revision else None,
+            on_progress=lambda text: print(text, flush=True),  # noqa: T201
+        )
+    except CheckpointError as error:
+        print(error, flush=True)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

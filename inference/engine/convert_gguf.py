@@ -43,7 +43,7 @@ def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(percent: int) -> None:
-    print(percent, flush=True)
+    print(percent, flush=True)  # noqa: T201
 
 
 class _PercentBar:

@@ -1,0 +1,87 @@
+"""`manage.py quickstart`: from one command to the first harvest."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from acsinfra.quickstart.demonstration import PROMPT, DemonstrationFailed
+from acsinfra.quickstart.home import StartRefused
+from acsinfra.quickstart.start import Quickstart, Report, Stopped, signals_stop
+from acsinfra.quickstart.supervisor import ChildFailed, HomeInUse
+
+
+class Command(BaseCommand):
+    """Starts everything on this machine, harvests once before your eyes, and serves until Ctrl-C."""
+
+    help = (
+        "Start PostgreSQL, Valkey, the API, an inference worker, a runner and the scheduler on this machine, harvest "
+        "once, and serve until Ctrl-C. DATABASE_URL, BROKER_URL, STORAGE_URL and MODELS_FILE replace the parts."
+    )
+    # There is no database yet, and these settings are not the children's.
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--once", action="store_true", help="end after the demonstration")
+        parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+        parser.add_argument("--host", default="127.0.0.1", help="the address to serve on (default %(default)s)")
+        parser.add_argument("--port", type=int, default=8000, help="the port to serve on (default %(default)s)")
+        parser.add_argument("--home", type=Path, default=settings.HOME, help="the folder for all data (%(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        with signals_stop():
+            try:
+                self._run(once=options["once"], as_json=options["json"], **{k: options[k] for k in HOME_OPTIONS})
+            except (StartRefused, HomeInUse, ChildFailed, DemonstrationFailed) as error:
+                raise CommandError(str(error)) from error
+            except Stopped as stopped:
+                # Before it served, a signal means that what was asked for was not done.
+                sys.exit(128 + stopped.number)
+
+    def _run(self, *, once: bool, as_json: bool, home: Path, host: str, port: int) -> None:
+        quickstart = Quickstart(home=home, host=host, port=port)
+        try:
+            report = quickstart.run()
+            self.stdout.write(report.as_json() if as_json else self._describe(report, quickstart))
+            self.stdout.flush()
+            if not once:
+                self._serve(quickstart)
+        finally:
+            quickstart.close()
+
+    def _serve(self, quickstart: Quickstart) -> None:
+        self.stderr.write("Serving until Ctrl-C.")
+        try:
+            quickstart.serve()
+        except Stopped:
+            self.stderr.write("Stopping every process …")
+
+    def _describe(self, report: Report, quickstart: Quickstart) -> str:
+        shard = report.shards[0]
+        tensors = list(shard.tensors.items())
+        lines = [
+            "",
+            f"{PROMPT!r} → {report.completion['choices'][0]['text']!r}",
+            f"Harvest job {report.harvest['job_id']}: {report.harvest['n_prompts']} prompts, "
+            f"{report.harvest['tokens']} tokens, layers {report.harvest['layers']}.",
+            f"{shard.file}:",
+            *(f"  {name:<10} {tensor['dtype']:<9} {tensor['shape']}" for name, tensor in tensors[:6]),
+            f"  and {len(tensors) - 6} more tensors." if len(tensors) > 6 else "",
+            "",
+            f"API       {report.base_url}",
+            f"API key   {report.api_key}",
+            f"App       {report.app_url}",
+            f"Sign in   {report.username} / {report.password}",
+            f"Models    {', '.join(report.models)}",
+            f"Data      {quickstart.home}  (logs in {quickstart.supervisor.logs})",
+            "",
+            f'curl {report.base_url}/completions -H "Authorization: Bearer {report.api_key}" \\',
+            f'  -H "Content-Type: application/json" -d \'{{"model": "{report.models[0]}", '
+            f'"prompt": "{PROMPT}", "max_tokens": 16}}\'',
+        ]
+        return "\n".join(lines)
+
+
+HOME_OPTIONS = ("home", "host", "port")

@@ -1,0 +1,306 @@
+"""The quickstart: bring up every part, demonstrate, serve, and leave nothing behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+import psycopg
+from tokenizers import Tokenizer
+
+from acsinfra.quickstart.demonstration import Demonstration, Shard
+from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
+from acsinfra.quickstart.home import (
+    StartRefused,
+    check_port,
+    children_environment,
+    local_url,
+    read_models,
+    write_env_file,
+)
+from acsinfra.quickstart.steps import RunningStep, Steps
+from acsinfra.quickstart.supervisor import PROJECT, Child, ChildFailed, Supervisor
+
+GIB = 1024**3
+# What one engine process takes beside its weights and its keys and values.
+ENGINE_BYTES = 3 * GIB
+
+
+class Stopped(BaseException):
+    """SIGINT, SIGTERM or SIGHUP arrived. Not an Exception: nothing that handles errors may hold it back."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the demonstration left: all that `--json` prints."""
+
+    base_url: str
+    api_key: str
+    app_url: str
+    username: str
+    password: str
+    models: list[str]
+    completion: dict[str, Any]
+    harvest: dict[str, Any]
+    shards: list[Shard]
+    seconds: dict[str, float]
+
+    def as_json(self) -> str:
+        """Return the one object."""
+        values = {**vars(self), "shards": [shard.summary() for shard in self.shards]}
+        return json.dumps(values, ensure_ascii=False)
+
+
+class Quickstart:
+    """One start on one home.
+
+    Raises StartRefused, HomeInUse, ChildFailed or DemonstrationFailed, and Stopped on a signal.
+    """
+
+    def __init__(self, *, home: Path, host: str, port: int) -> None:
+        self.models = read_models(os.environ.get("MODELS_FILE"))
+        self.host = host
+        self.port = check_port(host, port)
+        self.supervisor = Supervisor(home)
+        self.home = self.supervisor.home
+        self.steps = Steps()
+        self.env: dict[str, str] = {}
+
+    def run(self) -> Report:
+        """Start everything and demonstrate."""
+        if self.supervisor.leftovers:
+            self.steps.say(f"Ended what an earlier start left behind: {', '.join(self.supervisor.leftovers)}.")
+        fetches = self._begin_fetching()
+        urls = self._start_parts()
+        self.env = {**os.environ, **children_environment(self.home, host=self.host, port=self.port, urls=urls)}
+        write_env_file(self.home, children_environment(self.home, host=self.host, port=self.port, urls=urls))
+        self._finish_fetching(fetches)
+        with self.steps.step("rows", "Database migrated, models and operator's key made"):
+            account = self._bring_rows_up_to_date()
+        self._start_processes()
+        return self._demonstrate(account)
+
+    def serve(self) -> None:
+        """Watch the children until a signal comes. Raises ChildFailed when one ends by itself."""
+        while True:
+            self.supervisor.check()
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        """End every child."""
+        self.steps.end()
+        self.supervisor.close()
+
+    # The parts
+
+    def _start_parts(self) -> dict[str, str]:
+        urls = {}
+        if not os.environ.get("DATABASE_URL"):
+            postgres = EmbeddedPostgres(self.supervisor)
+            with self.steps.step("database", "PostgreSQL started"):
+                postgres.start()
+            urls["DATABASE_URL"] = postgres.url
+        if not os.environ.get("BROKER_URL"):
+            valkey = EmbeddedValkey(self.supervisor)
+            with self.steps.step("broker", "Valkey started"):
+                valkey.start()
+            urls["BROKER_URL"] = valkey.url
+        if not os.environ.get("STORAGE_URL"):
+            (self.home / "files").mkdir(exist_ok=True)
+            urls["STORAGE_URL"] = (self.home / "files").as_uri()
+        return urls
+
+    def _begin_fetching(self) -> list[tuple[dict[str, Any], Child, RunningStep]]:
+        """Fetch and convert the checkpoints while the servers start."""
+        fetches = []
+        for model in self.models:
+            arguments = [model["source"], str(self._models_cache), *filter(None, [model.get("revision")])]
+            child = self.supervisor.spawn(
+                f"fetch-{model['name']}",
+                [sys.executable, "-m", "inference.engine.checkpoint", *arguments],
+                env={**os.environ, "DJANGO_SETTINGS_MODULE": "acsinfra.settings"},
+            )
+            step = self.steps.begin(f"checkpoint_{model['name']}", f"Checkpoint of {model['name']} ready")
+            fetches.append((model, child, step))
+        return fetches
+
+    def _finish_fetching(self, fetches: list[tuple[dict[str, Any], Child, RunningStep]]) -> None:
+        for model, child, step in fetches:
+            while child.process.poll() is None:
+                lines = child.log_text().splitlines()
+                step.note(lines[-1] if lines else "")
+                time.sleep(0.1)
+            if child.process.returncode:
+                step.forget()
+                raise ChildFailed(f"The checkpoint of {model['name']} can't be had: {child.log_text().strip()[-2000:]}")
+            self.supervisor.stop(child.name)
+            step.done()
+
+    @property
+    def _models_cache(self) -> Path:
+        return Path(os.environ.get("MODELS_CACHE") or self.home / "models")
+
+    def _bring_rows_up_to_date(self) -> dict[str, str]:
+        result = subprocess.run(
+            [sys.executable, "-m", "acsinfra.quickstart.rows"],
+            input=json.dumps({"models": self.models}),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=PROJECT,
+            env=self.env,
+        )
+        if result.returncode:
+            raise ChildFailed(f"The database can't be brought up to date:\n{result.stderr.strip()[-4000:]}")
+        account: dict[str, str] = json.loads(result.stdout)
+        return account
+
+    # The processes
+
+    def _start_processes(self) -> None:
+        with self.steps.step("api", f"API at {local_url(self.host, self.port)}"):
+            options = ["--host", self.host, "--port", str(self.port), "--loop", "uvloop", "--http", "httptools"]
+            options += ["--no-access-log", "--no-server-header", "--timeout-graceful-shutdown", "10"]
+            self._spawn("api", "-m", "uvicorn", "acsinfra.asgi:application", *options)
+            for model in self.models:
+                self._spawn(f"inference-{model['name']}", "manage.py", "inference", model["name"])
+            self._spawn("scheduler", "manage.py", "scheduler")
+            if self._fits_in_memory(2):
+                self._start_runners()
+            self._wait_for_api()
+
+    def _start_runners(self) -> None:
+        for model in self.models:
+            if model.get("has_harvest", True) and f"runner-{model['name']}" not in self.supervisor.children:
+                self._spawn(f"runner-{model['name']}", "manage.py", "runner", model["name"])
+
+    def _spawn(self, name: str, *command: str) -> Child:
+        return self.supervisor.spawn(name, [sys.executable, *command], env=self.env)
+
+    def _fits_in_memory(self, n_engines: int) -> bool:
+        """Whether that many engines of each model can load at once."""
+        weights = sum(file.stat().st_size for file in self._models_cache.glob("*/*.safetensors"))
+        needed = n_engines * sum(ENGINE_BYTES + model.get("kv_cache_bytes", GIB) for model in self.models)
+        return int(psutil.virtual_memory().available) > needed + 2 * n_engines * weights
+
+    def _wait_for_api(self) -> None:
+        while True:
+            self.supervisor.check()
+            try:
+                if httpx.get(f"{local_url(self.host, self.port)}/healthz", trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+
+    # The demonstration
+
+    def _demonstrate(self, account: dict[str, str]) -> Report:
+        base_url = f"{local_url(self.host, self.port)}/v1"
+        shown = next((model for model in self.models if model.get("has_harvest", True)), None)
+        if shown is None:
+            raise StartRefused("The demonstration needs a model whose harvest is on; MODELS_FILE has none.")
+        demonstration = Demonstration(
+            base_url=base_url, api_key=account["api_key"], model=shown["name"], check=self.supervisor.check
+        )
+        loads_both = f"runner-{shown['name']}" in self.supervisor.children
+        job: dict[str, Any] | None = None
+        try:
+            with self.steps.step("inference", f"Inference serves {shown['name']}") as step:
+                if loads_both:
+                    # The runner loads its engine for its first job: submitting now lets both engines load together.
+                    self._wait_for_runner(shown["name"])
+                    job = demonstration.submit_harvest()
+                found = demonstration.wait_for_inference(step.note)
+            with self.steps.step("completion", "Completion answered"):
+                completion = demonstration.complete()
+            self._start_runners()
+            with self.steps.step("harvest", "Harvest job done") as step:
+                if job is None:
+                    self._wait_for_runner(shown["name"])
+                    job = demonstration.submit_harvest()
+                job = demonstration.wait_for_harvest(job, step.note)
+            with self.steps.step("shards", "Shards downloaded, opened and checked"):
+                shards = demonstration.read_shards(
+                    job,
+                    tokenizer=self._tokenizer(shown["name"]),
+                    context=found["capabilities"]["max_model_len"],
+                    hidden_size=found["capabilities"]["hidden_size"],
+                    folder=self._demonstration_folder,
+                )
+        finally:
+            demonstration.close()
+        self.steps.end()
+        return Report(
+            base_url=f"{self.env['PUBLIC_URL']}/v1",
+            app_url=f"{self.env['PUBLIC_URL']}/app",
+            models=[model["name"] for model in self.models],
+            completion=completion,
+            harvest=job,
+            shards=shards,
+            seconds=self.steps.seconds,
+            **account,
+        )
+
+    @cached_property
+    def _demonstration_folder(self) -> Path:
+        folder = self.home / "demonstration"
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def _wait_for_runner(self, name: str) -> None:
+        """Wait until the runner has registered: a harvest that no runner would take is refused."""
+        pid = self.supervisor.children[f"runner-{name}"].process.pid
+        query = "SELECT 1 FROM inference_engine WHERE kind = 'runner' AND pid = %s"
+        with psycopg.connect(self.env["DATABASE_URL"], autocommit=True) as connection:
+            while not connection.execute(query, [pid]).fetchone():
+                self.supervisor.check()
+                time.sleep(0.1)
+
+    def _tokenizer(self, name: str) -> Tokenizer:
+        query = """SELECT tokenizer_zstd FROM inference_checkpointfiles files
+                   JOIN inference_basemodel model ON model.id = files.base_model_id WHERE model.name = %s"""
+        with psycopg.connect(self.env["DATABASE_URL"]) as connection:
+            row = connection.execute(query, [name]).fetchone()
+        if row is None:
+            raise ChildFailed(f"The tokenizer of {name} is not in the database.")
+        return Tokenizer.from_buffer(_unpack(row[0]))
+
+
+def _unpack(content: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompress(content)
+
+
+@contextmanager
+def signals_stop() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into Stopped; the ones after it change nothing."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before: Mapping[signal.Signals, Any] = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
