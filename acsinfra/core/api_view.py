@@ -70,5 +70,6 @@ def _as_http(response: HttpResponseBase) -> HttpResponseBase:
     body = b"" if response.data is None else render_json(response.data)
     plain = HttpResponse(body, status=response.status_code, content_type="application/json")
     for name, value in response.items():
-        plain[name] = value
+        if name != "Content-Type":
+            plain[name] = value
     return plain
