@@ -37,6 +37,7 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
+    BUDGET_EXCEEDED = "budget_exceeded"
     HARVEST_CONCURRENCY_EXCEEDED = "harvest_concurrency_exceeded"
     HARVEST_QUOTA_EXCEEDED = "harvest_quota_exceeded"
     INTERNAL_ERROR = "internal_error"
@@ -56,6 +57,7 @@ STATUS_OF_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUEUE_FULL: 429,
+    ErrorCode.BUDGET_EXCEEDED: 429,
     ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: 429,
     ErrorCode.HARVEST_QUOTA_EXCEEDED: 429,
     ErrorCode.INTERNAL_ERROR: 500,
