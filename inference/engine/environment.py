@@ -30,8 +30,9 @@ def prepare_environment(*, checkpoint: str, tensor_parallel_size: int, shares_ma
     }.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # vLLM's CPU build falls back to its multi-process executor, which busy-waits, unless this says 0.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tensor_parallel_size == 1 else "1"
+    # Unless this says 0, vLLM's CPU build turns one rank's executor into its multi-process one, which busy-waits.
+    # An AsyncLLM has its core in a process of its own whatever this says; an LLMEngine has it in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def _share_cores(ranks: int) -> str:

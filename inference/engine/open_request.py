@@ -196,6 +196,6 @@ class OpenRequest:
 
 
 def _finish_reason(reason: str | None) -> Literal["stop", "length"] | None:
-    if reason is None or reason == "stop" or reason == "length":
-        return reason
+    if reason in (None, "stop", "length"):
+        return cast('Literal["stop", "length"] | None', reason)
     raise RequestFault(f"the engine ended this request for an unexpected reason: {reason}")

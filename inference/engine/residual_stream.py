@@ -20,7 +20,7 @@ from inference.engine.stream_options import StreamOptions, check_capture_layers,
 STAGE_BYTES = 128 * 1024 * 1024
 
 StreamKind = str
-"""How a block gives the residual stream: "sum" (delta + residual), "first" (of a tuple) or "plain" (the tensor)."""
+"""How a block gives the residual stream: "sum" (delta + residual) or "first" (its first or only tensor)."""
 
 
 @dataclass
@@ -73,22 +73,24 @@ class ResidualStream:
         self.hidden_size = hidden_size
         self.kind: StreamKind | None = None
         self.probe: Callable[[torch.Tensor, torch.Tensor | None], None] | None = None
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._rank = rank
         self._host = read_host_id()
         self._requests: dict[str, StreamRequest] = {}
         self._tensors = SteeringTensors(device)
         self._plan: StepPlan | None = None
         self._in_flight = False
+        self._preemptions = 0
         self._storage = torch.empty(0, dtype=dtype, device=device)
         self._group: list[int] = []
         self._group_size = 1
 
     # Steps -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, *, finished: Iterable[str], new: Iterable[tuple[str, Any]]) -> None:
+    def begin_step(self, *, finished: Iterable[str], new: Iterable[tuple[str, Any]], preempted: int = 0) -> None:
         """Take note of a scheduler output: ids that finished, and new ids with their sampling parameters."""
+        self._preemptions += preempted
         for request_id in finished:
             self._drop(request_id)
         for request_id, parameters in new:
@@ -164,11 +166,12 @@ class ResidualStream:
     # What tests and the start ask ------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, int]:
-        """Count what is held: requests, bytes of steering tensors, bytes of the stage."""
+        """Count what is held (requests, bytes of steering tensors and of the stage), and preemptions since the start."""
         return {
             "requests": len(self._requests),
             "steering_bytes": self._tensors.nbytes,
             "stage_bytes": self._storage.nbytes,
+            "preemptions": self._preemptions,
         }
 
     @property
@@ -203,7 +206,7 @@ class ResidualStream:
         if (options.capture_layers or options.steering) and self.kind is None:
             raise ValueError("which tensor is the residual stream is not known yet")
         if request.writer is not None:
-            row_bytes = len(options.capture_layers) * self.hidden_size * self._dtype.itemsize
+            row_bytes = len(options.capture_layers) * self.hidden_size * self.dtype.itemsize
             if request.writer.row_bytes != row_bytes:
                 raise ValueError(f"rows of {request.writer.row_bytes} bytes where {row_bytes} are needed")
         request.vectors = [
@@ -240,8 +243,8 @@ class ResidualStream:
             rows: slice | torch.Tensor = slice(captures[0].row, captures[0].row + n_rows)
         else:
             rows = torch.cat([torch.arange(one.row, one.row + one.count) for one in captures] or [torch.empty(0)])
-            rows = rows.to(self._device)
-        row_bytes = max(1, n_rows * self.hidden_size * self._dtype.itemsize)
+            rows = rows.to(self.device)
+        row_bytes = max(1, n_rows * self.hidden_size * self.dtype.itemsize)
         self._group_size = max(1, min(len(layers_to_stage), STAGE_BYTES // row_bytes))
         return StepPlan(captures, steered, layers_to_stage, rows, n_rows)
 
@@ -279,7 +282,7 @@ class ResidualStream:
     def _stage_view(self, plan: StepPlan) -> torch.Tensor:
         needed = plan.n_rows * self._group_size * self.hidden_size
         if self._storage.numel() < needed:
-            self._storage = torch.empty(needed, dtype=self._dtype, device=self._device)
+            self._storage = torch.empty(needed, dtype=self.dtype, device=self.device)
         return self._storage[:needed].view(plan.n_rows, self._group_size, self.hidden_size)
 
     def _flush(self, plan: StepPlan) -> None:

@@ -62,10 +62,11 @@ class RewindingGenerator(torch.Generator):
         """Return a number; only the call of `set_offset` that follows counts."""
         return 0
 
-    def set_offset(self, _offset: int) -> None:
+    def set_offset(self, _offset: int) -> torch.Generator:
         """Go back to the state kept last."""
         if self._before_draw is not None:
             self.set_state(self._before_draw)
+        return self
 
 
 def rewind_seeded_generators(runner: Any) -> None:

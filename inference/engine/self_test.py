@@ -120,8 +120,8 @@ def _make_vector(plain: _Run, layer: int) -> npt.NDArray[np.float32]:
     """A fixed direction, half as long as the stream is on average: enough to show, not enough to drown it."""
     size = plain.stream.shape[-1]
     direction = np.random.default_rng(0).standard_normal(size).astype(np.float32)
-    length = 0.5 * np.median(np.linalg.norm(plain.stream[layer], axis=-1))
-    return (direction / np.linalg.norm(direction) * length).astype(np.float32)
+    length = 0.5 * float(np.median(np.linalg.norm(plain.stream[layer], axis=-1)))
+    return direction * np.float32(length / float(np.linalg.norm(direction)))
 
 
 def _require_right_steering(

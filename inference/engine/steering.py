@@ -94,13 +94,14 @@ class PlacedVector:
         `picks` chooses the values of each row (see `find_rows`), None one vector for all. With norm_match each row's
         vector gets the norm of the row's unsteered residual stream before the scale.
         """
-        values = self._values[self._slot_of_layer[layer]]
+        values: torch.Tensor = self._values[self._slot_of_layer[layer]]
         if picks is not None:
             values = values[picks.to(values.device)]
         if not self._norm_match:
             return values * self._scale
         stream_norm = torch.linalg.vector_norm(unsteered, dim=-1, keepdim=True)
-        return values * (stream_norm / torch.linalg.vector_norm(values, dim=-1, keepdim=True) * self._scale)
+        own_norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        return values * (stream_norm / own_norm * self._scale)
 
 
 def steer_rows(

@@ -79,10 +79,10 @@ class StreamCheck:
         """
         if self._final_norm is None:
             raise RuntimeError("the final norm is not known")
-        parameter = next(self._final_norm.parameters())
-        rows = torch.frombuffer(bytearray(content), dtype=parameter.dtype).view(-1, self._stream.hidden_size)
-        normalised = self._normalise(rows.to(parameter.device))
-        logits = self._model.compute_logits(normalised)
+        rows = torch.frombuffer(bytearray(content), dtype=self._stream.dtype).view(-1, self._stream.hidden_size)
+        normalised = self._normalise(rows.to(self._stream.device))
+        model: Any = self._model
+        logits = model.compute_logits(normalised)
         if logits is None:
             return []
         logprobs = logits.float().log_softmax(dim=-1)
@@ -102,7 +102,8 @@ class StreamCheck:
         if self._final_norm is None:
             raise RuntimeError("the final norm is not known")
         output = self._final_norm(rows.clone())
-        return output[0] if isinstance(output, tuple) else output
+        normalised: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return normalised.view(-1, normalised.shape[-1])
 
     def _keep_last_block(self, first: torch.Tensor, second: torch.Tensor | None) -> None:
         self._last_block = (first.clone(), None if second is None else second.clone())

@@ -61,6 +61,7 @@ class ResidualStreamWorker(PlatformWorker):
         self.stream.begin_step(
             finished=scheduler_output.finished_req_ids,
             new=[(request.req_id, request.sampling_params) for request in scheduler_output.scheduled_new_reqs],
+            preempted=len(scheduler_output.preempted_req_ids or ()),
         )
         try:
             output = super().execute_model(scheduler_output)

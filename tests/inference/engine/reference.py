@@ -1,0 +1,94 @@
+"""HuggingFace's answer to what the engine should have captured, computed in a process of its own.
+
+It runs apart from vLLM, which patches HuggingFace's classes where both are imported.
+"""
+
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReferenceSteering:
+    """One steering vector, spelled out: `rows[layer][position]` is what stands for it there, before the scale."""
+
+    rows: dict[int, dict[int, Float32Array]]
+    scale: float = 1.0
+    norm_match: bool = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """`stream` is [layers, tokens, hidden] after each block, steering included; `logprobs` is [tokens, vocabulary]."""
+
+    stream: Float32Array
+    logprobs: Float32Array
+
+
+class ReferenceModel:
+    """A checkpoint in HuggingFace, in a process of its own."""
+
+    def __init__(self, folder: Path, *, dtype: Literal["float32", "float64", "bfloat16"] = "float32") -> None:
+        self._folder, self._dtype = folder, dtype
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def read(self, token_ids: Sequence[int], steering: Sequence[ReferenceSteering] = ()) -> Reference:
+        """Return the residual stream and the logprobs of a sequence of token ids."""
+        return self._pool.submit(_read, self._folder, self._dtype, tuple(token_ids), tuple(steering)).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pool.shutdown()
+
+
+@cache
+def _load(folder: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def _read(folder: Path, dtype: str, token_ids: tuple[int, ...], steering: tuple[ReferenceSteering, ...]) -> Reference:
+    import torch
+
+    model = _load(folder, dtype)
+    stream: list[Any] = []
+
+    def steer_and_keep(layer: int, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        unsteered = hidden.clone()
+        for vector in steering:
+            for position, row in vector.rows.get(layer, {}).items():
+                if position >= hidden.shape[1]:
+                    continue
+                amount = torch.from_numpy(row).to(hidden.dtype) * vector.scale
+                if vector.norm_match:
+                    amount = amount * unsteered[0, position].norm() / torch.from_numpy(row).to(hidden.dtype).norm()
+                hidden[0, position] += amount
+        stream.append(hidden[0].clone())
+        return output
+
+    hooks = [
+        block.register_forward_hook(lambda _module, _inputs, output, layer=layer: steer_and_keep(layer, output))
+        for layer, block in enumerate(model.model.layers)
+    ]
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids])).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Reference(torch.stack(stream).float().numpy(), torch.log_softmax(logits.float(), dim=-1).numpy())
