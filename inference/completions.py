@@ -6,7 +6,7 @@ from typing import Any, Final
 from django.conf import settings
 
 from acsinfra.core.errors import ApiError, ErrorCode, invalid
-from acsinfra.core.fields import FieldFault, are_integers_within, within
+from acsinfra.core.fields import FieldFault, within
 from acsinfra.core.threads import in_thread_if
 from inference.selectors import Catalogue, CatalogueModel
 from inference.serializers import MAX_TOKENS, CompletionRequestSerializer, GivenPrompts
@@ -65,8 +65,9 @@ async def prepare_completion(body: dict[str, Any], *, catalogue: Catalogue, requ
 
 def _check_token_ids(fields: Fields, given: GivenPrompts, model: CatalogueModel) -> None:
     last = model.vocab_size - 1
-    for index, ids in enumerate(given.token_ids):
-        _check_in_vocabulary(ids, last, given.param(index))
+    if given.token_ids and max(map(max, given.token_ids)) > last:
+        for index, ids in enumerate(given.token_ids):
+            _check_in_vocabulary(ids, last, given.param(index))
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         _check_in_vocabulary(fields.get(name) or [], last, name)
     for token_id in fields.get("logit_bias") or ():
@@ -75,7 +76,7 @@ def _check_token_ids(fields: Fields, given: GivenPrompts, model: CatalogueModel)
 
 
 def _check_in_vocabulary(ids: list[int], last: int, param: str) -> None:
-    if are_integers_within(ids, 0, last):
+    if not ids or max(ids) <= last:
         return
     at = next(at for at, token_id in enumerate(ids) if token_id > last)
     raise _outside_vocabulary(f"{param}.{at}", ids[at], last)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from django.conf import settings
@@ -19,6 +20,7 @@ from acsinfra.core.fields import (
     StrictIntegerField,
     StrictListField,
     StrictSerializer,
+    are_integers_within,
     check_text,
     within,
 )
@@ -82,11 +84,12 @@ class PromptField(StrictField):
             raise FieldFault(
                 f"has {len(value):,} prompts; at most {settings.WORK_BOUND_TOKENS:,} tokens are generated."
             )
-        for index, item in enumerate(value):
-            try:
-                self._check_item(item, kind)
-            except ApiError as error:
-                raise within(index, error) from None
+        if not (_are_texts(value) if kind is str else _are_token_id_lists(value)):
+            for index, item in enumerate(value):
+                try:
+                    self._check_item(item, kind)
+                except ApiError as error:
+                    raise within(index, error) from None
         return GivenPrompts(value if kind is str else [], value if kind is list else [], is_batch=True)
 
     def _check_item(self, item: Any, kind: type) -> None:
@@ -98,6 +101,24 @@ class PromptField(StrictField):
             check_text(item)
         else:
             TOKEN_ID_LIST.check(item)
+
+
+def _are_texts(values: list[Any]) -> bool:
+    """Whether all are texts that PromptField takes, found out in C for thousands of prompts."""
+    if set(map(type, values)) != {str} or not all(values):
+        return False
+    try:
+        check_text("".join(values))
+    except FieldFault:
+        return False
+    return True
+
+
+def _are_token_id_lists(values: list[Any]) -> bool:
+    """Whether all are lists of token ids that PromptField takes, found out in C for thousands of prompts."""
+    if set(map(type, values)) != {list} or not all(values):
+        return False
+    return are_integers_within(list(chain.from_iterable(values)), 0, INT64_MAX)
 
 
 @extend_schema_field(

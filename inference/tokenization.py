@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from inference.checkpoints import MAX_TOKENIZER_BYTES
 
-# About a millisecond's work: less isn't worth a thread, more would hold up the event loop.
+# About a millisecond's work: less isn't worth a thread, more would hold up the event loop. Each text has its own cost.
 INLINE_CHARACTERS: Final = 2_048
+CHARACTERS_OF_A_CALL: Final = 64
 # Texts are encoded in blocks of this many characters, whose encodings (some 100 bytes a token) are dropped at once.
 BLOCK_CHARACTERS: Final = 256 * 1024
 # A text this many characters a token longer than the context is first tried by its beginning.
@@ -54,7 +55,7 @@ class ModelTokenizer:
         that surely has more than `limit` tokens; one that was tokenised may still be longer than that.
         """
         self._refuse_hopeless(texts, limit)
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+        if sum(map(len, texts)) + CHARACTERS_OF_A_CALL * len(texts) <= INLINE_CHARACTERS:
             return self._encode_block(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(_threads, self._encode_long, texts, add_special_tokens, limit)
