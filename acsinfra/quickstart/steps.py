@@ -101,7 +101,8 @@ class Steps:
                 running = list(self._running.values())
             for step in running:
                 if step.elapsed() > SIGN_OF_LIFE_SECONDS / 2:
-                    self.say(f"  {step.news or step.text} … ({step.elapsed():.0f} s)")
+                    news = f": {step.news}" if step.news else ""
+                    self.say(f"  {step.text}{news} … ({step.elapsed():.0f} s)")
 
 
 class RunningStep:

@@ -1,5 +1,6 @@
 """`manage.py quickstart`: from one command to the first harvest."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Command(BaseCommand):
         parser.add_argument("--home", type=Path, default=settings.HOME, help="the folder for all data (%(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         with signals_stop():
             try:
                 self._run(once=options["once"], as_json=options["json"], **{k: options[k] for k in HOME_OPTIONS})
