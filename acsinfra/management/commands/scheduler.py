@@ -1,5 +1,6 @@
 """`manage.py scheduler`: the sweeps that keep every promise when a part has died."""
 
+import logging
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,15 +17,17 @@ from acsinfra.celery import app
 from acsinfra.core.checks import require_settings
 
 QUEUE = "default"
+# Celery writes three lines for each sweep, every few seconds.
+QUIET_LOGGERS = ("celery.beat", "celery.worker.strategy", "celery.app.trace")
 
 
-class BeatInAThread(bootsteps.StartStopStep):  # type: ignore[misc]
+class BeatInAThread(bootsteps.StartStopStep):
     """Celery's beat inside the worker's process, with its times in memory: at a start, everything is due."""
 
     requires = ("celery.worker.components:Pool",)
 
     def __init__(self, parent: Any, **options: Any) -> None:
-        self._beat = EmbeddedService(parent.app, thread=True, scheduler_cls="celery.beat:Scheduler")
+        self._beat: Any = EmbeddedService(parent.app, thread=True, scheduler_cls="celery.beat:Scheduler")
         super().__init__(parent, **options)
 
     def start(self, parent: Any) -> None:
@@ -44,6 +47,8 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         require_settings(serves_http=False)
         signals.setup_logging.connect(_keep_logging, weak=False)
+        for name in QUIET_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
         app.conf.beat_schedule = {
             name: {"task": name, "schedule": schedule(seconds), "options": {"expires": seconds, "queue": QUEUE}}
             for name, seconds in _sweeps().items()

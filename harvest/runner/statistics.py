@@ -1,0 +1,78 @@
+"""Mean, standard deviation and mean norm over a run's tokens, in one pass.
+
+Rows are summed up in small blocks of float32, and the blocks are merged in float64 by Chan, Golub and LeVeque's formula
+("Updating formulae and a pairwise algorithm for computing sample variances", 1979), which does not lose digits where
+the mean is large beside the deviation, as naive sums of squares do.
+"""
+
+from typing import Final, Self
+
+import torch
+from safetensors.torch import load, save
+
+BLOCK_ROWS: Final = 32
+
+
+class RunningStatistics:
+    """Sums over tokens of values [layers, tokens, columns]; two of them merge into one, in any order of their making.
+
+    `mean` and `m2` (the sum of squared deviations) are float64 [layers, columns]; `norm_sum` float64 [layers].
+    """
+
+    def __init__(self, n_layers: int, n_columns: int) -> None:
+        self.count = 0
+        self.mean = torch.zeros(n_layers, n_columns, dtype=torch.float64)
+        self.m2 = torch.zeros(n_layers, n_columns, dtype=torch.float64)
+        self.norm_sum = torch.zeros(n_layers, dtype=torch.float64)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take in the tokens of `values` [layers, tokens, columns], of any floating dtype."""
+        for start in range(0, values.shape[1], BLOCK_ROWS):
+            block = values[:, start : start + BLOCK_ROWS].to(torch.float32)
+            self.norm_sum += torch.linalg.vector_norm(block, dim=2).sum(dim=1, dtype=torch.float64)
+            mean = block.mean(dim=1)
+            deviations = block - mean[:, None]
+            self._merge(block.shape[1], mean.double(), deviations.square_().sum(dim=1).double())
+
+    def merge(self, other: Self) -> None:
+        """Take in all that `other` has."""
+        self.norm_sum += other.norm_sum
+        if other.count:
+            self._merge(other.count, other.mean, other.m2)
+
+    def to_bytes(self) -> bytes:
+        """The exact state, as a safetensors file."""
+        state = {"mean": self.mean, "m2": self.m2, "norm_sum": self.norm_sum, "count": torch.tensor([self.count])}
+        return save(state)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Self:
+        """What `to_bytes` wrote."""
+        state = load(content)
+        restored = cls(*state["mean"].shape)
+        restored.count = int(state["count"].item())
+        restored.mean, restored.m2, restored.norm_sum = state["mean"], state["m2"], state["norm_sum"]
+        return restored
+
+    def to_stats_file(self) -> bytes:
+        """The bytes of `stats.safetensors`; zeros when there was no token.
+
+        `mean` and `std` (of the population) are float32 [layers, columns], `mean_token_norm` float32 [layers], `count`
+        int64 [1].
+        """
+        tokens = max(1, self.count)
+        return save(
+            {
+                "mean": self.mean.float(),
+                "std": (self.m2 / tokens).sqrt().float(),
+                "mean_token_norm": (self.norm_sum / tokens).float(),
+                "count": torch.tensor([self.count], dtype=torch.int64),
+            }
+        )
+
+    def _merge(self, count: int, mean: torch.Tensor, m2: torch.Tensor) -> None:
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean += delta * (count / total)
+        self.m2 += m2 + delta.square_() * (self.count * count / total)
+        self.count = total

@@ -1,0 +1,230 @@
+"""A runner's process: it claims the Harvest jobs of one model, one after the other, on an engine that stays loaded."""
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import structlog
+from django.conf import settings
+from django.db import DatabaseError, connections
+
+from acsinfra.core.leases import LeaseLostError, claim_next
+from acsinfra.core.shared_folder import FolderNotSharedError, require_shared_folder
+from acsinfra.core.storage import StorageError, get_storage
+from harvest import services
+from harvest.models import HarvestJob
+from harvest.runner.lease_keeper import LeaseKeeper
+from harvest.runner.stopwatch import Stopwatch
+from inference.engine.errors import EngineDied, EngineRefused, RequestFault
+from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
+from inference.models import BaseModel, Engine
+from inference.services import engine_options, heartbeat, leave_engine, mark_live, register_engine
+
+if TYPE_CHECKING:
+    from inference.engine.harvest import HarvestEngine
+
+logger = structlog.get_logger(__name__)
+
+ENGINE_STATE: Final = settings.HOME / "engines"
+
+
+class Runner:
+    """Runs the jobs of `model` in the thread that calls `run_waiting_jobs`.
+
+    `is_stopping` says that the process was told to end: the job that runs is handed back.
+    """
+
+    def __init__(self, *, model: BaseModel, checkpoint: str, is_stopping: Callable[[], bool]) -> None:
+        self._model, self._is_stopping = model, is_stopping
+        self._options = engine_options(model=model, checkpoint=checkpoint)
+        self._name = f"runner-{model.name}"
+        self._engine: HarvestEngine | None = None
+        self._owner = uuid.uuid4()
+
+    def prepare(self) -> None:
+        """End what a killed runner left, and make sure of the storage. Raises FolderNotSharedError, StorageError."""
+        ended = end_leftovers(ENGINE_STATE, engine_name=self._name)
+        if ended:
+            logger.warning("an earlier engine was left running; it was ended", pids=ended)
+        get_storage().check()
+        require_shared_folder()
+
+    def run_waiting_jobs(self) -> None:
+        """Claim and run jobs until none waits or the runner is to stop. Never raises: the next look tries again."""
+        try:
+            while not self._is_stopping() and self._run_next():
+                pass
+        except FolderNotSharedError as error:
+            logger.error("this runner must not write files", reason=str(error))
+            os.kill(os.getpid(), signal.SIGTERM)
+        except (DatabaseError, StorageError) as error:
+            logger.warning("a part is away; the runner will look again", reason=type(error).__name__)
+        finally:
+            connections.close_all()
+
+    def shut_down(self) -> None:
+        """Free the engine."""
+        self._drop_engine()
+        forget_engine_processes(ENGINE_STATE, engine_name=self._name)
+
+    def _run_next(self) -> bool:
+        job = claim_next(HarvestJob, base_model_id=self._model.pk, owner=self._owner, lease=settings.LEASE)
+        if job is None:
+            return False
+        with structlog.contextvars.bound_contextvars(job_id=str(job.pk)):
+            logger.info("harvest claimed", claims=job.claims, n_prompts=job.n_prompts)
+            keeper = LeaseKeeper(job_id=job.pk, owner=self._owner, is_stopping=self._is_stopping)
+            try:
+                self._run(job, keeper)
+            except LeaseLostError:
+                logger.info("the job was cancelled or given to another; its run stops")
+            finally:
+                keeper.end()
+        return True
+
+    def _run(self, job: HarvestJob, keeper: LeaseKeeper) -> None:
+        """Run a claimed job to one of its ends, or put it back. Raises LeaseLostError, DatabaseError."""
+        watch = Stopwatch()
+        with watch.measure("load_s"):
+            # torch and vllm: seconds, at the first job.
+            from harvest.runner.run import HarvestRun, RunStopped
+
+        try:
+            # Only now has the API surely said which folder it writes to.
+            require_shared_folder()
+            HarvestRun(
+                job=job,
+                owner=self._owner,
+                model=BaseModel.objects.select_related("files").get(pk=self._model.pk),
+                storage=get_storage(),
+                get_engine=self._loaded_engine,
+                keeper=keeper,
+                watch=watch,
+            ).run()
+        except RunStopped:
+            services.hand_back(job_id=job.pk, owner=self._owner)
+            logger.info("harvest handed back")
+        except FolderNotSharedError:
+            services.hand_back(job_id=job.pk, owner=self._owner)
+            raise
+        except StorageError as error:
+            logger.warning("the storage failed; the job waits for it", reason=str(error))
+            services.hand_back(job_id=job.pk, owner=self._owner, because_storage_is_away=True)
+        except RequestFault as error:
+            logger.warning("a prompt failed", reason=str(error))
+            self._fail_try(job, _sentence_about_prompt(error))
+        except EngineRefused:
+            logger.exception("the engine could not be loaded")
+            self._fail_try(job, "The model could not be loaded.")
+        except EngineDied:
+            logger.exception("the engine died")
+            self._drop_engine()
+            self._fail_try(job, "The engine stopped while it read this job's prompts.")
+        except (LeaseLostError, DatabaseError):
+            raise
+        except Exception:
+            logger.exception("the run failed")
+            self._fail_try(job, "The runner failed while it ran this job.")
+
+    def _fail_try(self, job: HarvestJob, error: str) -> None:
+        services.fail_try(job_id=job.pk, owner=self._owner, error=error)
+
+    def _loaded_engine(self) -> "HarvestEngine":
+        """The engine, loaded at the first job. Raises EngineRefused."""
+        if self._engine is None:
+            from inference.engine.harvest import HarvestEngine
+
+            self._engine = HarvestEngine.start(self._options, name=self._name)
+            record_engine_processes(ENGINE_STATE, engine_name=self._name, pids=_children())
+        return self._engine
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            try:
+                engine.shutdown()
+            except Exception:
+                logger.exception("the engine did not shut down; its processes are ended at the next start")
+
+
+class RunnerRegistration:
+    """The runner's Engine row: live from the start, since a job is what loads its engine; a thread sends heartbeats."""
+
+    def __init__(self, *, model: BaseModel, on_removed: Callable[[], None]) -> None:
+        self.engine = register_engine(model=model, kind=Engine.Kind.RUNNER)
+        mark_live(engine=self.engine)
+        self._on_removed = on_removed
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Take the row away."""
+        if not self._left.is_set():
+            self._left.set()
+            self._thread.join()
+            try:
+                leave_engine(engine=self.engine)
+            except DatabaseError as error:
+                logger.warning("the runner's row could not be taken away; it falls silent", reason=type(error).__name__)
+
+    def _run(self) -> None:
+        while not self._left.wait(settings.HEARTBEAT.total_seconds()):
+            try:
+                if not heartbeat(engine=self.engine):
+                    self._on_removed()
+                    return
+            except DatabaseError as error:
+                logger.warning("a heartbeat could not be written", reason=type(error).__name__)
+            finally:
+                connections.close_all()
+
+
+_runner: Runner | None = None
+
+
+def run(*, model: BaseModel, checkpoint: str) -> int:
+    """Run the jobs of `model` until a SIGTERM or SIGINT; returns the process's exit code."""
+    global _runner
+    from harvest.runner.celery_worker import is_told_to_stop, run_celery_worker
+
+    def end_process() -> None:
+        logger.error("the model was removed; its runner ends")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _runner = Runner(model=model, checkpoint=checkpoint, is_stopping=is_told_to_stop)
+    try:
+        _runner.prepare()
+    except StorageError as error:
+        logger.error("the runner cannot start", reason=str(error))
+        return 1
+    registration = RunnerRegistration(model=model, on_removed=end_process)
+    try:
+        run_celery_worker(_runner, registration)
+    finally:
+        registration.leave()
+        _runner.shut_down()
+    return 0
+
+
+def running_runner() -> Runner:
+    """The runner of this process."""
+    assert _runner is not None, "this task belongs to `manage.py runner`"
+    return _runner
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _sentence_about_prompt(error: RequestFault) -> str:
+    """What the User may read of a fault: its prompt, not the engine's own words, which may hold paths."""
+    words = str(error).split(":", 1)[0]
+    if words.startswith("prompt ") and words.removeprefix("prompt ").isdigit():
+        return f"The model could not read {words} of this job."
+    return "The model could not read a prompt of this job."
