@@ -75,14 +75,14 @@ def _directions(fields: dict[str, Any], hidden_size: int) -> np.ndarray[Any, np.
             raise FieldFault(
                 f"must be [1 to {DIRECTIONS_AT_MOST} directions, {hidden_size:,} hidden], not {shape}.", param="shape"
             )
-        tensor = decode_tensor(fields)
-        for row, is_zero in enumerate(tensor.is_zero()):
-            if is_zero:
-                raise FieldFault(f"holds only zeros in direction {row}, which has no length to scale.", param="data")
+        directions = _as_float32(decode_tensor(fields))
+        zeros = np.flatnonzero(~directions.any(axis=1))
+        if len(zeros):
+            raise FieldFault(f"holds only zeros in direction {zeros[0]}, which has no length to scale.", param="data")
     except FieldFault as fault:
         named = within("project_onto", fault)
         raise invalid(f"{named.param} {named.message}", param=named.param) from None
-    return _as_float32(tensor)
+    return directions
 
 
 def _as_float32(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
