@@ -166,7 +166,7 @@ class ResidualStream:
     # What tests and the start ask ------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, int]:
-        """Count what is held (requests, bytes of steering tensors and of the stage), and preemptions since the start."""
+        """Count what is held: requests, bytes of steering tensors and of the stage; and preemptions since the start."""
         return {
             "requests": len(self._requests),
             "steering_bytes": self._tensors.nbytes,

@@ -15,7 +15,6 @@ from tests.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from inference.engine.activations import CapturedActivations
-    from inference.engine.front import InferenceEngine
     from inference.wire import EngineDelta
 
 # One token of the tiny model's cache: 4 layers of keys and values, 64 float32 each.
