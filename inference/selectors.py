@@ -102,7 +102,8 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def _captured_tokens_at_most(self, n_layers: int) -> int:
         bytes_per_token = n_layers * self.hidden_size * BYTES_OF_DTYPE[self.activation_dtype]
-        return max(1, settings.MAX_ACTIVATION_BYTES // bytes_per_token)
+        limit: int = settings.MAX_ACTIVATION_BYTES
+        return max(1, limit // bytes_per_token)
 
     async def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer, loaded at its first use in this process."""

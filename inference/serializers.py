@@ -92,7 +92,7 @@ class PromptField(StrictField):
                     raise within(index, error) from None
         return GivenPrompts(value if kind is str else [], value if kind is list else [], is_batch=True)
 
-    def _check_item(self, item: Any, kind: type) -> None:
+    def _check_item(self, item: Any, kind: type[Any]) -> None:
         if type(item) is not kind:
             raise FieldFault("is of another type than the first prompt: texts and token ids can't be mixed.")
         if not item:
@@ -332,7 +332,7 @@ class ModelListSerializer(serializers.Serializer[dict[str, Any]]):
     """The Base models."""
 
     object = serializers.ChoiceField(choices=["list"])
-    data = ModelSerializer(many=True)
+    data = ModelSerializer(many=True)  # type: ignore[assignment]
 
 
 TOKEN_ID_LIST: Final = StrictListField(child=TOKEN_ID, min_length=1)

@@ -162,7 +162,7 @@ def _change(engine: Engine, **changes: Any) -> None:
 
 
 def _write_again(engine: Engine) -> None:
-    engine.heartbeat_at = Now()  # type: ignore[assignment]
+    engine.heartbeat_at = Now()
     started_at = engine.started_at
     engine.save(force_insert=True)
     # auto_now_add overwrote it

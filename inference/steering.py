@@ -144,7 +144,7 @@ def _decode_vector(vector: dict[str, Any]) -> SteeringVector:
 
 
 def _refuse_zero_vectors(tensor: Tensor) -> None:
-    if tensor.is_zero().any():
+    if tensor.has_zero_vector():
         raise FieldFault("holds a zero vector, which norm_match can't scale.", param="activations.data")
 
 

@@ -34,7 +34,7 @@ BFLOAT16_MAGNITUDE: Final = 0x7FFF
 class TensorSerializer(StrictSerializer):
     """A tensor as JSON: base64 of its little-endian bytes in C order, perhaps compressed with zstd."""
 
-    data = StrictCharField(help_text="Base64 of the bytes.")
+    data = StrictCharField(help_text="Base64 of the bytes.")  # type: ignore[assignment]
     dtype = StrictChoiceField(choices=list(ORIGINAL_DTYPES), help_text="int16 holds the bits of bfloat16.")
     original_dtype = StrictChoiceField(
         choices=list(ORIGINAL_DTYPES.values()), required=False, help_text="torch.bfloat16 with int16."
@@ -60,17 +60,17 @@ class Tensor:
     dtype: TensorDtype
     shape: tuple[int, ...]
 
-    def is_zero(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Whether each vector along the last axis is all zeros: bool [*shape[:-1]]."""
+    def has_zero_vector(self) -> bool:
+        """Whether a vector along the last axis is all zeros."""
         values = _as_array(self.data, self.dtype).reshape(self.shape)
         if self.dtype == "bfloat16":
             values = values & BFLOAT16_MAGNITUDE  # minus zero has a bit set
-        return ~values.any(axis=-1)
+        return not values.any(axis=-1).all()
 
 
 def tensor_bytes(fields: dict[str, Any]) -> int:
     """The size that a checked TensorSerializer claims, in bytes."""
-    return math.prod(fields["shape"]) * ITEM_BYTES[_dtype(fields)]
+    return int(math.prod(fields["shape"])) * ITEM_BYTES[_dtype(fields)]
 
 
 def decode_tensor(fields: dict[str, Any]) -> Tensor:

@@ -9,10 +9,10 @@ from tests.inference.conftest import Preparer
 
 pytestmark = pytest.mark.django_db
 
-NOT_BOOLS = (0, 1, "true", [], {}, 1.0)
-NOT_INTEGERS = (True, False, 1.0, 1.5, "1", [], {}, [1], 10**30, -(10**30))
-NOT_NUMBERS = (True, False, "1", [], {}, [1.0], math.inf, -math.inf, math.nan, 10**400)
-NOT_STRINGS = (1, True, 1.5, [], {}, ["a"])
+NOT_BOOLS: tuple[Any, ...] = (0, 1, "true", [], {}, 1.0)
+NOT_INTEGERS: tuple[Any, ...] = (True, False, 1.0, 1.5, "1", [], {}, [1], 10**30, -(10**30))
+NOT_NUMBERS: tuple[Any, ...] = (True, False, "1", [], {}, [1.0], math.inf, -math.inf, math.nan, 10**400)
+NOT_STRINGS: tuple[Any, ...] = (1, True, 1.5, [], {}, ["a"])
 BOOLS = (
     "echo",
     "stream",
@@ -57,6 +57,10 @@ def _cases(table: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]], wrong_type
     return cases + [(name, value) for name in table for value in wrong_types] if side else cases
 
 
+def _each(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
 def _assert_refused(prepare: Preparer, param: str, **fields: Any) -> None:
     error = prepare.refused(**fields)
     assert (error.code, error.status, error.param) == ("invalid_request", 400, param)
@@ -78,10 +82,10 @@ def test_a_number_of_another_type_or_out_of_range_is_refused(prepare: Preparer, 
 
 @pytest.mark.parametrize("name", BOOLS)
 def test_a_bool_is_true_or_false_and_nothing_else(prepare: Preparer, name: str) -> None:
-    for value in (True, False):
-        work = prepare(max_tokens=4, **{name: value})
+    for flag in (True, False):
+        work = prepare(max_tokens=4, **{name: flag})
         if name != "add_special_tokens":
-            assert getattr(work if name in ("echo", "stream", "return_token_ids") else work.sampling, name) is value
+            assert getattr(work if name in ("echo", "stream", "return_token_ids") else work.sampling, name) is flag
     for value in NOT_BOOLS:
         _assert_refused(prepare, name, **{name: value})
 
@@ -231,26 +235,26 @@ def test_logit_bias_is_a_map_of_canonical_token_ids(prepare: Preparer) -> None:
     assert work.sampling.logit_bias == {0: -100.0, last: 100.0, 5: 0.5}
     assert prepare(logit_bias={}).sampling.logit_bias == {}
     assert len(prepare(logit_bias={str(key): 1 for key in range(300)}).sampling.logit_bias) == 300
-    for value in ([], 1, "1", True, {str(key): 1 for key in range(301)}):
+    for value in _each([], 1, "1", True, {str(key): 1 for key in range(301)}):
         _assert_refused(prepare, "logit_bias", logit_bias=value)
     for key in ("05", "-1", "+1", " 1", "1 ", "1.0", "1e2", "a", "", "٣", "1_0", str(last + 1), "9" * 40):
         error = prepare.refused(logit_bias={key: 1})
         assert (error.code, error.param) == ("invalid_request", f"logit_bias.{key}")
-    for bias in (True, "1", None, 100.001, -100.001, math.inf, math.nan, [1]):
+    for bias in _each(True, "1", None, 100.001, -100.001, math.inf, math.nan, [1]):
         _assert_refused(prepare, "logit_bias.7", logit_bias={"7": bias})
 
 
 def test_stop_is_a_string_or_one_to_four(prepare: Preparer) -> None:
     assert prepare(stop="\n").sampling.stop == ("\n",)
     assert prepare(stop=["a", "b", "c", "d"]).sampling.stop == ("a", "b", "c", "d")
-    for value in ("", [], ["a"] * 5, 1, True, {}):
+    for value in _each("", [], ["a"] * 5, 1, True, {}):
         _assert_refused(prepare, "stop", stop=value)
-    for value in ("", 1, None, True, ["b"], "a\0", "\ud800"):
+    for value in _each("", 1, None, True, ["b"], "a\0", "\ud800"):
         _assert_refused(prepare, "stop.1", stop=["a", value])
 
 
 def test_text_without_nul_or_lone_surrogate(prepare: Preparer) -> None:
-    for value in ("\0", "a\0", "\ud800", "a\udc00b"):
+    for value in _each("\0", "a\0", "\ud800", "a\udc00b"):
         for name in ("model", "user", "stop", "prompt"):
             _assert_refused(prepare, name, **{name: value})
     assert prepare(user="😀" * 256).user == "😀" * 256
@@ -263,7 +267,7 @@ def test_stream_options_need_a_stream(prepare: Preparer) -> None:
     assert prepare(stream=True, stream_options={}).include_usage is False
     for stream in (None, False):
         _assert_refused(prepare, "stream_options", stream=stream, stream_options={"include_usage": True})
-    for value in ([], 1, "a", True):
+    for value in _each([], 1, "a", True):
         _assert_refused(prepare, "stream_options", stream=True, stream_options=value)
     _assert_refused(prepare, "stream_options.include_usage", stream=True, stream_options={"include_usage": 1})
     _assert_refused(prepare, "stream_options.more", stream=True, stream_options={"more": True})

@@ -142,10 +142,9 @@ def test_a_value_that_is_not_finite_is_refused(value: float, kind: str) -> None:
 def test_zero_vectors_are_found_along_the_last_axis() -> None:
     array = np.ones((2, 3, 4), "<f4")
     array[1, 2] = -0.0
-    expected = [[False, False, False], [False, False, True]]
-    assert decode(tensor_json(array)).is_zero().tolist() == expected
-    assert decode(tensor_json(array.astype("<f2"))).is_zero().tolist() == expected
-    assert decode(tensor_json(bfloat16_bits(array))).is_zero().tolist() == expected
+    for coded in (array, array.astype("<f2"), bfloat16_bits(array)):
+        assert decode(tensor_json(coded)).has_zero_vector()
+        assert not decode(tensor_json(coded[:1])).has_zero_vector()
 
 
 GOOD = tensor_json(np.ones((1, 2), "<f4"))
