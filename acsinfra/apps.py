@@ -9,5 +9,5 @@ class AcsInfraConfig(AppConfig):
     name = "acsinfra"
 
     def ready(self) -> None:
-        """Register the checks of the settings."""
-        from acsinfra.core import checks  # noqa: F401
+        """Register the checks of the settings and what the OpenAPI document says of our fields."""
+        from acsinfra.core import checks, schema  # noqa: F401

@@ -28,7 +28,11 @@ def check_settings(app_configs: Sequence[Any] | None, **options: Any) -> list[Er
 
 
 def _faults_of_parts() -> Iterator[Error]:
-    if len(settings.SECRET_KEY) < SECRET_KEY_CHARACTERS or len(set(settings.SECRET_KEY)) < 10:
+    try:
+        secret_key = settings.SECRET_KEY
+    except ImproperlyConfigured:  # Django's own complaint, without the other faults
+        secret_key = ""
+    if len(secret_key) < SECRET_KEY_CHARACTERS or len(set(secret_key)) < 10:
         yield _fault(
             "SECRET_KEY is missing or weak.",
             'Make one: python -c "import secrets; print(secrets.token_urlsafe(50))".',
@@ -56,7 +60,7 @@ def _faults_of_database(url: str) -> Iterator[Error]:
         )
         return
     # A Unix socket's folder stands percent-encoded in the place of the host.
-    is_local = all(host in LOOPBACK or host.startswith("%2f") for host in hosts)
+    is_local = all(host in LOOPBACK or host.lower().startswith("%2f") for host in hosts)
     is_encrypted = query.get("sslmode", [""])[-1] in ENCRYPTED_SSLMODES
     if not (is_local or is_encrypted or settings.ALLOW_PLAIN_SERVICES):
         yield _fault(

@@ -69,7 +69,7 @@ class StrictCharField(StrictField, serializers.CharField):
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("trim_whitespace", False)
-        options.setdefault("allow_blank", True)
+        options.setdefault("allow_blank", not options.get("min_length"))
         super().__init__(**options)
 
     def check(self, value: Any) -> str:

@@ -1,0 +1,108 @@
+"""Steps on PostgreSQL take a connection and give it back; a database that is away shows within seconds."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import psycopg
+import pytest
+from django.db import connection as orm_connection
+from django.db import connections
+
+from accounts.models import User
+from acsinfra.core import db
+from tests.live_server import make_user
+from tests.tcp_proxy import TcpProxy, proxy_to
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[db.Pool]:
+    yield await db.async_pool()
+    await db.close_async_pool()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+    """Return a way to the database that can be cut; new pools go through it."""
+    settings = connections["default"].settings_dict
+    with proxy_to(int(settings["PORT"])) as proxy:
+        monkeypatch.setitem(settings, "PORT", proxy.port)
+        monkeypatch.setitem(settings, "HOST", "127.0.0.1")
+        yield proxy
+
+
+async def test_a_pool_is_made_once_for_a_loop_and_speaks_to_django_s_database(pool: db.Pool) -> None:
+    assert await db.async_pool() is pool
+    row = await db.fetch_one(
+        "SELECT current_database(), current_setting('statement_timeout'), current_setting('TimeZone')"
+    )
+    assert row == (orm_connection.settings_dict["NAME"], "10s", "UTC")
+
+
+async def test_waiting_requests_hold_no_connection(pool: db.Pool) -> None:
+    """200 requests that each take a step, wait half a second and take another end in about that time."""
+
+    async def request() -> None:
+        await db.fetch_one("SELECT 1")
+        await asyncio.sleep(0.5)
+        await db.fetch_one("SELECT 1")
+
+    started = time.monotonic()
+    await asyncio.gather(*(request() for _ in range(200)))
+    assert time.monotonic() - started < 4
+    assert pool.get_stats()["pool_size"] <= 8
+
+
+async def test_a_failed_statement_leaves_a_usable_connection(pool: db.Pool) -> None:
+    for _ in range(20):
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            await db.fetch_one("SELECT * FROM nothing_here")
+    assert await db.fetch_one("SELECT %s::int", (5,)) == (5,)
+
+
+async def test_dead_connections_are_replaced_without_an_error(proxy: TcpProxy, pool: db.Pool) -> None:
+    await asyncio.gather(*(db.fetch_one("SELECT pg_sleep(0.1)") for _ in range(8)))
+    proxy.cut()
+    proxy.mend()
+    assert await asyncio.gather(*(db.fetch_one("SELECT 7") for _ in range(20))) == [(7,)] * 20
+
+
+async def test_a_database_that_is_away_fails_within_seconds_and_comes_back_at_once(
+    proxy: TcpProxy, pool: db.Pool
+) -> None:
+    proxy.cut()
+    for _ in range(3):
+        started = time.monotonic()
+        with pytest.raises(psycopg.OperationalError):
+            await db.fetch_one("SELECT 1")
+        assert time.monotonic() - started < 8
+    proxy.mend()
+    started = time.monotonic()
+    assert await fetch_when_back() == (1,)
+    assert time.monotonic() - started < 10
+
+
+async def fetch_when_back() -> db.Row | None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return await db.fetch_one("SELECT 1")
+        except psycopg.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+
+
+async def test_a_database_step_gives_its_connection_back(pool: db.Pool) -> None:
+    made = await db.database_step(make_user)
+    names = await asyncio.gather(*(db.database_step(User.objects.get, pk=made.pk) for _ in range(50)))
+    assert {user.username for user in names} == {made.username}
+
+    stats = await asyncio.to_thread(lambda: orm_connection.pool.get_stats())  # type: ignore[attr-defined]
+    assert stats["pool_size"] - stats["pool_available"] <= 1  # the test's own
+
+
+async def test_a_database_step_raises_what_the_step_raises(pool: db.Pool) -> None:
+    with pytest.raises(User.DoesNotExist):
+        await db.database_step(User.objects.get, pk=-1)
