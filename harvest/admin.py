@@ -77,7 +77,7 @@ class HarvestJobAdmin(admin.ModelAdmin[HarvestJob]):
         return obj is None and super().has_change_permission(request, obj)
 
     def has_delete_permission(self, request: HttpRequest, obj: HarvestJob | None = None) -> bool:
-        """Of ended jobs; their files go with them. (Deleting a User asks for each of their jobs.)"""
+        """Of ended jobs, whose files go too; deleting a User asks this for each of their jobs."""
         return (obj is None or obj.is_ended) and super().has_delete_permission(request, obj)
 
     def get_actions(self, request: HttpRequest) -> dict[str, object]:  # type: ignore[override]

@@ -54,10 +54,10 @@ def tokenise(
 def _blocks(prompts: Sequence[str]) -> list[list[str]]:
     """The prompts in runs of about `BLOCK_CHARACTERS`; of one that is longer stands "" here."""
     blocks: list[list[str]] = []
-    size = BLOCK_CHARACTERS
+    size = 0
     for prompt in prompts:
         length = len(prompt) if len(prompt) <= BLOCK_CHARACTERS else 0
-        if size + length > BLOCK_CHARACTERS:
+        if not blocks or size + length > BLOCK_CHARACTERS:
             blocks.append([])
             size = 0
         blocks[-1].append(prompt if length else "")

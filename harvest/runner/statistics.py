@@ -30,9 +30,13 @@ class RunningStatistics:
         for start in range(0, values.shape[1], BLOCK_ROWS):
             block = values[:, start : start + BLOCK_ROWS].to(torch.float32)
             self.norm_sum += torch.linalg.vector_norm(block, dim=2).sum(dim=1, dtype=torch.float64)
-            mean = block.mean(dim=1)
-            deviations = block - mean[:, None]
-            self._merge(block.shape[1], mean.double(), deviations.square_().sum(dim=1).double())
+            count = block.shape[1]
+            pivot = block.mean(dim=1)
+            deviations = block - pivot[:, None]
+            # The pivot is the mean as float32 has it; what it lacks stands in the deviations' sum.
+            lacking = deviations.sum(dim=1).double()
+            squares = deviations.square_().sum(dim=1).double()
+            self._merge(count, pivot.double() + lacking / count, squares - lacking.square() / count)
 
     def merge(self, other: Self) -> None:
         """Take in all that `other` has."""
