@@ -84,7 +84,7 @@ def checkpoint_folder(source: str, *, revision: str, on_progress: Callable[[str]
 
     The GGUF of a package is converted first, which needs torch. Raises CheckpointError.
     """
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         return Path(source)
     if source.startswith("package:"):
         from inference.engine.checkpoint import resolve_source
@@ -151,7 +151,7 @@ def _context_length(config: Json) -> int:
     if config.get("model_max_length"):
         length = _positive(config, ("model_max_length",), "the context")
     else:
-        named = [value for key in CONTEXT_KEYS if isinstance(value := config.get(key), int) and value > 0]
+        named = [value for key in CONTEXT_KEYS if type(value := config.get(key)) is int and value > 0]
         if not named:
             raise CheckpointError("The checkpoint's config.json does not tell the context length.")
         length = min(named)

@@ -162,12 +162,21 @@ def _change(engine: Engine, **changes: Any) -> None:
 
 
 def _write_again(engine: Engine) -> None:
-    engine.heartbeat_at = Now()
-    started_at = engine.started_at
-    engine.save(force_insert=True)
-    # auto_now_add overwrote it
-    Engine.objects.filter(pk=engine.pk).update(started_at=started_at)
-    engine.refresh_from_db()
+    # A copy by ids: the model that the engine's instance points to may be gone.
+    row = Engine(
+        pk=engine.pk,
+        base_model_id=engine.base_model_id,
+        kind=engine.kind,
+        status=engine.status,
+        host=engine.host,
+        pid=engine.pid,
+        live_at=engine.live_at,
+        heartbeat_at=Now(),
+    )
+    with transaction.atomic():
+        row.save(force_insert=True)
+        # auto_now_add has set it to now.
+        Engine.objects.filter(pk=engine.pk).update(started_at=engine.started_at)
 
 
 def _only_changeable(fields: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +187,7 @@ def _only_changeable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_source(source: str) -> str:
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
+    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
 
 
 def _checkpoint_name(source: str) -> str:
