@@ -31,9 +31,9 @@ class HarvestJob(LeasedWork):
         PROJECTIONS = "projections"
 
     run_id = models.UUIDField(default=new_uuid7, unique=True, editable=False)
-    user = models.ForeignKey(User, on_delete=models.CASCADE, related_name="harvest_jobs")
+    user = models.ForeignKey(User, on_delete=models.CASCADE, related_name="harvest_jobs", db_index=False)
     api_key = models.ForeignKey(ApiKey, on_delete=models.SET_NULL, null=True, related_name="harvest_jobs")
-    base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="harvest_jobs")
+    base_model = models.ForeignKey(BaseModel, on_delete=models.PROTECT, related_name="harvest_jobs", db_index=False)
     model = models.CharField(max_length=100, help_text="The Base model's name when the job was submitted.")
     status = models.CharField(max_length=10, choices=Status, default=Status.PENDING)
 
