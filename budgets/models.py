@@ -119,10 +119,7 @@ class Hold(models.Model):
     ended_at = models.DateTimeField(null=True)
 
     class Meta:
-        indexes = [
-            models.Index(fields=["work_kind", "id"], condition=Q(state="live"), name="budgets_hold_live"),
-            models.Index(fields=["expires_at"], condition=Q(state="live"), name="budgets_hold_expiring"),
-        ]
+        indexes = [models.Index(fields=["work_kind", "id"], condition=Q(state="live"), name="budgets_hold_live")]
         constraints = [
             models.UniqueConstraint(
                 fields=["work_kind", "work_id"], condition=~Q(state="released"), name="budgets_hold_one_a_work"

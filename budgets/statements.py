@@ -100,11 +100,12 @@ SELECT b.id, a.id, a.prefix, a.token_cap, a.token_cap, 0, 0
     ON CONFLICT (budget_id, api_key_id) DO NOTHING
 """
 
+# A Hold without `ended_at` is live, by its CHECK. Named by its state, the planner may scan the index of all live Holds.
 SETTLE: Final[LiteralString] = """
 WITH ended AS (
     UPDATE budgets_hold
        SET state = 'settled', charged = least(tokens, %(tokens)s::bigint), ended_at = %(now)s::timestamptz
-     WHERE id = %(id)s::uuid AND state = 'live'
+     WHERE id = %(id)s::uuid AND ended_at IS NULL
     RETURNING id, budget_id, key_use_id, tokens, charged, work_kind, work_id
 ), in_budget AS (
     UPDATE budgets_budget b SET held = b.held - ended.tokens, used = b.used + ended.charged
@@ -124,7 +125,7 @@ SELECT tokens, charged FROM ended
 RELEASE: Final[LiteralString] = """
 WITH ended AS (
     UPDATE budgets_hold SET state = 'released', ended_at = %(now)s::timestamptz
-     WHERE id = %(id)s::uuid AND state = 'live'
+     WHERE id = %(id)s::uuid AND ended_at IS NULL
     RETURNING budget_id, key_use_id, tokens
 ), in_budget AS (
     UPDATE budgets_budget b SET held = b.held - ended.tokens

@@ -1,7 +1,12 @@
 """Users, keys and work for the tests of the money."""
 
 import itertools
+import os
 import secrets
+import subprocess
+import sys
+
+from django.db import connection
 
 from accounts.models import ApiKey, User
 from accounts.services import create_key, create_user
@@ -28,3 +33,19 @@ def make_key(user: User, cap: int | None = None) -> ApiKey:
 def new_work(kind: WorkKind = WorkKind.COMPLETION, holder: str = "") -> WorkRef:
     """Return work that no other Hold names."""
     return WorkRef(kind, f"req_{next(_numbers)}_{secrets.token_hex(8)}", holder)
+
+
+def start_child(what: str, key: ApiKey, *, tokens: int, n_at_once: int = 1) -> subprocess.Popen[str]:
+    """Start `tests.budgets.child` on this test's database, and wait until it is ready."""
+    database = connection.settings_dict
+    url = "postgres://{USER}:{PASSWORD}@{HOST}:{PORT}/{NAME}".format_map(database)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.budgets.child", what, str(key.pk), str(tokens), str(n_at_once)],
+        env={**os.environ, "DATABASE_URL": url},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
