@@ -197,8 +197,7 @@ class Quickstart:
         """Whether that many engines of each model can load at once."""
         weights = sum(file.stat().st_size for file in self._models_cache.glob("*/*.safetensors"))
         needed = n_engines * sum(ENGINE_BYTES + model.get("kv_cache_bytes", GIB) for model in self.models)
-        available: int = psutil.virtual_memory().available
-        return available > needed + 2 * n_engines * weights
+        return bool(psutil.virtual_memory().available > needed + 2 * n_engines * weights)
 
     def _wait_for_api(self) -> None:
         while True:
