@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from inspect import markcoroutinefunction
 from typing import Any
 
@@ -12,7 +12,7 @@ from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.conf import settings
 from django.core.exceptions import DisallowedHost
 from django.core.handlers.exception import convert_exception_to_response
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse, StreamingHttpResponse
 from django.http.response import HttpResponseBase
 from django.urls import resolve
 from django.utils.module_loading import import_string
@@ -166,7 +166,13 @@ class PagesOnlyMiddleware(AsyncMiddleware):
             return await self.get_response(request)
         if BODY_PASSED_LIMIT in getattr(request, "scope", {}):
             return HttpResponse("The body is too large.", status=413, content_type="text/plain; charset=utf-8")
-        return await self._around_pages(request)
+        response = await self._around_pages(request)
+        if isinstance(response, StreamingHttpResponse) and hasattr(request, "scope"):
+            chunks = response.streaming_content
+            if isinstance(chunks, Iterator):
+                # Django would read a static file whole before it sends its first byte.
+                response.streaming_content = _read_in_threads(chunks)
+        return response
 
     async def process_view(
         self, request: HttpRequest, view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,6 +194,11 @@ class PagesOnlyMiddleware(AsyncMiddleware):
                 self._view_hooks.insert(0, _as_async(middleware.process_view))
             chain = convert_exception_to_response(middleware if is_async else sync_to_async(middleware))
         return chain  # type: ignore[no-any-return]
+
+
+async def _read_in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        yield chunk
 
 
 def _as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

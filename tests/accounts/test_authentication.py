@@ -1,0 +1,230 @@
+"""A request with a working key is let in by one indexed query; all other keys get one and the same 401."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from django.db import connection as orm_connection
+from django.utils import timezone
+
+from accounts import authentication, selectors, services
+from accounts.keys import digest_of, new_key_text
+from accounts.models import ApiKey
+from acsinfra.core import db
+from tests.live_server import LiveServer, make_key, make_user
+from tests.tcp_proxy import proxy_to
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ROUTE = "/v1/chat/completions"
+
+
+def ask(server: LiveServer, key: str | None) -> httpx.Response:
+    with server.client(key) as client:
+        return client.post(ROUTE, json={})
+
+
+def is_let_in(server: LiveServer, key: str) -> bool:
+    code = ask(server, key).json()["error"]["code"]
+    assert code in {"chat_completions_unsupported", "invalid_api_key"}
+    return bool(code == "chat_completions_unsupported")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[db.Pool]:
+    yield await db.async_pool()
+    await db.close_async_pool()
+
+
+def test_a_new_key_works(server: LiveServer) -> None:
+    assert is_let_in(server, make_key()[1])
+
+
+def test_all_that_is_wrong_with_a_key_gives_one_answer(server: LiveServer) -> None:
+    now = timezone.now()
+    wrong = {
+        "missing": None,
+        "unknown": new_key_text(),
+        "garbage": "nonsense",
+        "paused": make_key(paused_at=now)[1],
+        "revoked": make_key(revoked_at=now)[1],
+        "expired": make_key(expires_at=now - timedelta(seconds=1))[1],
+        "inactive": make_key(make_user(is_active=False))[1],
+        "legacy": "acs-bm-" + "a" * 43,
+    }
+    answers = {name: ask(server, key) for name, key in wrong.items()}
+    assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(wrong, 401)
+    assert len({answer.content for answer in answers.values()}) == 1
+    assert {answer.headers["WWW-Authenticate"] for answer in answers.values()} == {"Bearer"}
+    first = answers["missing"].json()["error"]
+    assert (first["code"], first["type"], first["param"]) == ("invalid_api_key", "authentication_error", None)
+
+
+def test_a_key_that_will_expire_works_until_then(server: LiveServer) -> None:
+    _, text = make_key(expires_at=timezone.now() + timedelta(seconds=1.5))
+    assert is_let_in(server, text)
+    time.sleep(1.6)
+    assert not is_let_in(server, text)
+
+
+def test_pause_resume_and_revoke_act_on_the_next_request(server: LiveServer) -> None:
+    key, text = make_key()
+    services.pause_key(key=key)
+    assert not is_let_in(server, text)
+    services.resume_key(key=key)
+    assert is_let_in(server, text)
+    services.revoke_key(key=key)
+    services.resume_key(key=key)
+    assert not is_let_in(server, text)
+
+
+def test_a_legacy_key_works_once_imported(server: LiveServer) -> None:
+    text = "acs-bm-0123456789abcdef"
+    assert not is_let_in(server, text)
+    ApiKey.objects.create(user=make_user(), name="old", prefix=text[:12], digest=digest_of(text))
+    assert is_let_in(server, text)
+
+
+def test_other_prefixes_are_refused_without_a_query(server: LiveServer) -> None:
+    text = "sk-other-0123456789abcdef"
+    ApiKey.objects.create(user=make_user(), name="odd", prefix=text[:12], digest=digest_of(text))
+    assert not is_let_in(server, text)
+
+
+class Spy:
+    """Records the statements that the event loop's pool sends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.statements: list[str] = []
+        execute: Callable[..., Any] = psycopg.AsyncCursor.execute
+
+        async def spy(cursor: Any, query: Any, *args: Any, **options: Any) -> Any:
+            self.statements.append(str(query))
+            return await execute(cursor, query, *args, **options)
+
+        monkeypatch.setattr(psycopg.AsyncCursor, "execute", spy)
+
+
+def test_a_request_is_authenticated_by_one_statement(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, text = make_key(last_used_at=timezone.now())
+    assert is_let_in(server, text)
+    spy = Spy(monkeypatch)
+    for _ in range(3):
+        assert is_let_in(server, text)
+    assert len(spy.statements) == 3
+    assert all(statement.startswith("SELECT") for statement in spy.statements)
+
+
+async def test_that_statement_uses_the_index_of_digests(pool: db.Pool) -> None:
+    def make_many() -> None:
+        user = make_user()
+        ApiKey.objects.bulk_create(
+            ApiKey(user=user, name="k", prefix="p", digest=digest_of(str(i))) for i in range(5_000)
+        )
+        with orm_connection.cursor() as cursor:
+            cursor.execute("ANALYZE accounts_apikey, accounts_user")
+
+    await db.database_step(make_many)
+    query, _ = selectors._key_query()
+    async with db.connection() as taken:
+        cursor = await taken.execute("EXPLAIN " + query, (digest_of("77"),))
+        plan = "\n".join(row[0] for row in await cursor.fetchall())
+    assert "Index Scan using accounts_apikey_digest" in plan
+    assert "Seq Scan on accounts_apikey" not in plan
+
+
+async def test_the_hot_path_reads_the_same_rows_as_the_orm(pool: db.Pool) -> None:
+    limits = {"requests_at_once": 3, "storage_quota_bytes": 2**40}
+    key, text = await db.database_step(lambda: make_key(make_user(**limits), token_cap=7))
+    found = await selectors.find_key_async(digest_of(text))
+    by_orm = await db.database_step(selectors.find_key, digest_of(text))
+    assert found is not None
+    assert by_orm is not None
+    for one in (found, by_orm):
+        assert one == key
+        assert (one.name, one.token_cap, one.created_at) == (key.name, 7, key.created_at)
+        assert (one.user.username, one.user.requests_at_once, one.user.storage_quota_bytes) == (
+            key.user.username,
+            3,
+            2**40,
+        )
+    assert await selectors.find_key_async(digest_of("nobody")) is None
+    assert "password" in found.user.get_deferred_fields()
+
+
+def is_use_written(key: ApiKey, *, seconds: float = 1) -> bool:
+    """Whether the key's last use changes within a second from what `key` says."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if ApiKey.objects.get(pk=key.pk).last_used_at != key.last_used_at:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize(("age", "is_written"), [(None, True), (301, True), (299, False), (0, False)])
+def test_the_last_use_is_written_at_most_every_five_minutes(
+    server: LiveServer, age: int | None, is_written: bool
+) -> None:
+    now = timezone.now()
+    key, text = make_key(last_used_at=None if age is None else now - timedelta(seconds=age))
+    assert is_let_in(server, text)
+    assert is_use_written(key) == is_written
+    if is_written:
+        key.refresh_from_db()
+        assert key.last_used_at is not None
+        assert now - timedelta(seconds=1) <= key.last_used_at <= timezone.now() + timedelta(seconds=1)
+
+
+def test_a_burst_writes_the_last_use_once(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, text = make_key()
+    spy = Spy(monkeypatch)
+    for _ in range(20):
+        assert is_let_in(server, text)
+    assert is_use_written(key, seconds=10)
+    assert len([statement for statement in spy.statements if statement.startswith("UPDATE")]) == 1
+
+
+def test_a_refused_key_is_not_used(server: LiveServer) -> None:
+    key, text = make_key(paused_at=timezone.now())
+    assert not is_let_in(server, text)
+    assert not is_use_written(key)
+
+
+async def test_a_lock_on_the_key_delays_no_request(pool: db.Pool, server: LiveServer) -> None:
+    key, text = await db.database_step(make_key)
+    async with pool.connection() as taken, taken.transaction():
+        await taken.execute("SELECT 1 FROM accounts_apikey WHERE id = %s FOR UPDATE", (key.pk,))
+        started = time.monotonic()
+        assert await asyncio.to_thread(is_let_in, server, text)
+        assert time.monotonic() - started < 2
+    assert await db.database_step(is_use_written, key, seconds=10)
+
+
+async def test_a_write_that_failed_is_tried_again_at_a_later_request(
+    pool: db.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, text = await db.database_step(make_key)
+    found = await selectors.find_key_async(digest_of(text))
+    assert found is not None
+    settings = orm_connection.settings_dict
+    with proxy_to(int(settings["PORT"])) as proxy:
+        await db.close_async_pool()
+        monkeypatch.setitem(settings, "PORT", proxy.port)
+        await db.fetch_one("SELECT 1")
+        proxy.cut()
+        authentication._note_use(found)
+        await asyncio.gather(*authentication._writing)
+        assert not await db.database_step(is_use_written, key, seconds=0.1)
+        proxy.mend()
+        await db.fetch_one("SELECT 1")
+        authentication._note_use(found)
+        await asyncio.gather(*authentication._writing)
+        assert await db.database_step(is_use_written, key)
+        monkeypatch.undo()
+        await db.close_async_pool()
