@@ -4,6 +4,7 @@ import base64
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -98,6 +99,7 @@ def _judge(prepare: Preparer, body: Any) -> CompletionWork | ApiError:
         assert 10 < len(outcome.message.encode()) < 1000
         return outcome
     work = outcome
+    assert msgspec.json.decode(msgspec.json.encode(work), type=CompletionWork) == work
     model, sampling = prepare.model, work.sampling
     assert work.prompts
     assert all(0 <= token_id < model.vocab_size for ids in work.prompts for token_id in ids)

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import IntegrityError, connection
 from django.test import Client
-from django.utils import timezone
 
 from accounts.models import User
 from acsinfra.core.db import close_async_pool, database_step
@@ -275,7 +275,7 @@ async def test_an_engine_starts_serves_and_leaves(tiny_model: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_pool")
 async def test_a_silent_engine_vanishes_and_comes_back_when_it_speaks(tiny_model: Path, settings: Any) -> None:
-    settings.ENGINE_SILENT_AFTER = timezone.timedelta(seconds=0.6)
+    settings.ENGINE_SILENT_AFTER = timedelta(seconds=0.6)
     model = await database_step(_add, tiny_model)
     engine = await database_step(services.register_engine, model=model, kind=Engine.Kind.INFERENCE)
     await database_step(services.mark_live, engine=engine)
