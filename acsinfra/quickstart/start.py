@@ -24,10 +24,12 @@ from acsinfra.quickstart.demonstration import Demonstration, Shard
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.home import (
     StartRefused,
+    check_engine_library,
     check_port,
     children_environment,
     local_url,
     read_models,
+    remove_env_file,
     write_env_file,
 )
 from acsinfra.quickstart.steps import RunningStep, Steps
@@ -75,12 +77,15 @@ class Quickstart:
 
     def __init__(self, *, home: Path, host: str, port: int) -> None:
         self.models = read_models(os.environ.get("MODELS_FILE"))
+        check_engine_library()
         self.host = host
         self.port = check_port(host, port)
         self.supervisor = Supervisor(home)
         self.home = self.supervisor.home
         self.steps = Steps()
         self.env: dict[str, str] = {}
+        parent = psutil.Process().parent()
+        self._uv = parent.pid if parent is not None and parent.name() == "uv" else None
 
     def run(self) -> Report:
         """Start everything and demonstrate."""
@@ -99,13 +104,23 @@ class Quickstart:
     def serve(self) -> None:
         """Watch the children until a signal comes. Raises ChildFailed when one ends by itself."""
         while True:
-            self.supervisor.check()
+            self.check()
             time.sleep(0.5)
 
     def close(self) -> None:
         """End every child."""
         self.steps.end()
+        remove_env_file(self.home)
         self.supervisor.close()
+
+    def check(self) -> None:
+        """Raise ChildFailed when a child has ended, and Stopped when the `uv run` around this process was killed."""
+        self.supervisor.check()
+        self._check_uv()
+
+    def _check_uv(self) -> None:
+        if self._uv is not None and os.getppid() != self._uv:
+            raise Stopped(signal.SIGTERM)
 
     # The parts
 
@@ -143,6 +158,7 @@ class Quickstart:
     def _finish_fetching(self, fetches: list[tuple[dict[str, Any], Child, RunningStep]]) -> None:
         for model, child, step in fetches:
             while child.process.poll() is None:
+                self._check_uv()
                 lines = child.log_text().splitlines()
                 step.note(lines[-1] if lines else "")
                 time.sleep(0.1)
@@ -201,7 +217,7 @@ class Quickstart:
 
     def _wait_for_api(self) -> None:
         while True:
-            self.supervisor.check()
+            self.check()
             try:
                 if httpx.get(f"{local_url(self.host, self.port)}/healthz", trust_env=False).status_code == 200:
                     return
@@ -216,7 +232,7 @@ class Quickstart:
         if shown is None:
             raise StartRefused("The demonstration needs a model whose harvest is on; MODELS_FILE has none.")
         demonstration = Demonstration(
-            base_url=base_url, api_key=account["api_key"], model=shown["name"], check=self.supervisor.check
+            base_url=base_url, api_key=account["api_key"], model=shown["name"], check=self.check
         )
         loads_both = f"runner-{shown['name']}" in self.supervisor.children
         job: dict[str, Any] | None = None
@@ -269,7 +285,7 @@ class Quickstart:
         query = "SELECT 1 FROM inference_engine WHERE kind = 'runner' AND pid = %s"
         with psycopg.connect(self.env["DATABASE_URL"], autocommit=True) as connection:
             while not connection.execute(query, [pid]).fetchone():
-                self.supervisor.check()
+                self.check()
                 time.sleep(0.1)
 
     def _tokenizer(self, name: str) -> Tokenizer:

@@ -16,6 +16,8 @@ import psutil
 from acsinfra.quickstart.processes import ProcessRecord, end_processes
 
 SERVERS, WORKERS = 0, 1
+# A log that has grown past this is put aside at the next start.
+LOG_BYTES = 64 * 1024**2
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -107,6 +109,8 @@ class Supervisor:
         `before_exec` runs in the child.
         """
         log = self.logs / f"{name}.log"
+        if log.exists() and log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
         with log.open("ab") as output:
             log_start = output.seek(0, os.SEEK_END)
             process = subprocess.Popen(
