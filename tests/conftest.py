@@ -63,7 +63,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stack(tiny_model: Path) -> Iterator[Stack]:
     """Return the real processes over a database of their own; none runs until it is asked for."""
-    stack = Stack(SUPERVISOR, postgres=POSTGRES, valkey=VALKEY, tiny_model=tiny_model)
+    stack = Stack(SUPERVISOR, postgres=POSTGRES, broker_url=VALKEY.url.removesuffix("/0") + "/1", tiny_model=tiny_model)
     _running_stack.append(stack)
     yield stack
     _running_stack.remove(stack)

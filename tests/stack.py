@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import httpx
 
-from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey, free_port
+from acsinfra.quickstart.embedded import EmbeddedPostgres, free_port
 from acsinfra.quickstart.supervisor import PROJECT, Child, Supervisor
 
 Part = Literal["api", "inference", "runner", "scheduler"]
@@ -49,14 +49,21 @@ class Stack:
     """
 
     def __init__(
-        self, supervisor: Supervisor, *, postgres: EmbeddedPostgres, valkey: EmbeddedValkey, tiny_model: Path
+        self,
+        supervisor: Supervisor,
+        *,
+        postgres: EmbeddedPostgres,
+        broker_url: str,
+        tiny_model: Path,
+        name: str = "stack",
     ) -> None:
+        self._name = name
         self._supervisor = supervisor
         self._users = 0
         self._console: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
         self.tiny_model = tiny_model
-        self.home = supervisor.home / "stack"
+        self.home = supervisor.home / name
         self.files = self.home / "files"
         self.files.mkdir(parents=True)
         self.port = free_port()
@@ -64,8 +71,8 @@ class Stack:
         self.env = {
             **os.environ,
             "ACSINFRA_HOME": str(self.home),
-            "DATABASE_URL": postgres.create_database("stack"),
-            "BROKER_URL": valkey.url.removesuffix("/0") + "/1",
+            "DATABASE_URL": postgres.create_database(name),
+            "BROKER_URL": broker_url,
             "STORAGE_URL": self.files.as_uri(),
             "PUBLIC_URL": self.base_url,
         }
@@ -125,7 +132,7 @@ class Stack:
         """Start the parts that do not run, and wait until each serves."""
         missing = [part for part in parts if part not in self.children]
         for part in missing:
-            self.children[part] = self._supervisor.spawn(f"stack-{part}", self._command(part), env=self.env)
+            self.children[part] = self._supervisor.spawn(f"{self._name}-{part}", self._command(part), env=self.env)
         for part in missing:
             self.wait_until_ready(part)
 

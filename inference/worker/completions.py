@@ -142,6 +142,7 @@ class CompletionService:
             # An abort: whoever asked for it does not listen any more.
             if not running.is_aborted:
                 raise
+            logger.info("A request was stopped: nobody waits for it.", request_id=request_id)
         finally:
             if running.taken is not None:
                 running.taken.cancel()

@@ -1,6 +1,8 @@
 """The one engine of an inference worker, started again when it died."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ logger = structlog.get_logger(__name__)
 WATCH_EVERY_SECONDS = 0.5
 REVIVAL_TRIES = 3
 REVIVAL_PAUSE_SECONDS = 5.0
+SHUTDOWN_BEGINS_SECONDS = 0.2
 
 
 class EngineLife:
@@ -69,7 +72,7 @@ class EngineLife:
                     await task
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            await engine.shutdown()
+            await _shut_down(engine)
 
     def _serve_with(self, engine: "InferenceEngine") -> None:
         self._engine = engine
@@ -78,7 +81,7 @@ class EngineLife:
 
     async def _revive(self, dead: "InferenceEngine") -> None:
         try:
-            await dead.shutdown()
+            await _shut_down(dead)
         except Exception:
             logger.exception("What was left of the dead engine could not be ended.")
         for _ in range(REVIVAL_TRIES):
@@ -97,3 +100,15 @@ class EngineLife:
             await asyncio.sleep(WATCH_EVERY_SECONDS)
             if self._engine is not None and self._engine.is_dead:
                 self.report_dead(self._engine)
+
+
+async def _shut_down(engine: "InferenceEngine") -> None:
+    """Shut `engine` down at once: its processes block the SIGTERM that vLLM would wait for (see `InferenceWorker`)."""
+    pids = engine.process_ids
+    shutdown = asyncio.create_task(engine.shutdown())
+    # vLLM must know first that the end of its processes is meant.
+    await asyncio.sleep(SHUTDOWN_BEGINS_SECONDS)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    await shutdown

@@ -59,7 +59,7 @@ class InferenceWorker:
             shares_machine=shares_machine,
         )
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="engine-loop", daemon=True)
         self._thread.start()
         self._service: CompletionService | None = None
         self._control: ControlReader | None = None
@@ -97,6 +97,12 @@ class InferenceWorker:
         forget_engine_processes(ENGINE_STATE, engine_name=self._name)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
+
+    def _run_loop(self) -> None:
+        # The engine's processes inherit this: a SIGTERM to the whole group or control group must not end the engine
+        # under what it still has to finish. This process alone hears it, in its main thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        self._loop.run_forever()
 
     def _await[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
