@@ -221,3 +221,14 @@ def test_limits_are_set_in_the_admin(client: Client, operator: User, user: User)
     assert answer.status_code == 302
     user.refresh_from_db()
     assert user.requests_at_once == 99
+
+
+def test_a_user_is_made_in_the_admin_with_an_address_of_their_own(client: Client, operator: User) -> None:
+    client.force_login(operator)
+    form = {"username": "ada", "email": "ada@example.org", "usable_password": "false"}
+    assert client.post("/admin/accounts/user/add/", form).status_code == 302
+    made = User.objects.get(username="ada")
+    assert (made.email, made.has_usable_password(), made.is_staff) == ("ada@example.org", False, False)
+    again = client.post("/admin/accounts/user/add/", {**form, "username": "bob", "email": "ADA@example.org"})
+    assert again.status_code == 200
+    assert not User.objects.filter(username="bob").exists()
