@@ -121,7 +121,7 @@ def _take(
     expires_at: datetime | None,
     now: datetime | None,
 ) -> Step[Hold]:
-    if work.kind is WorkKind.APP and api_key is not None:
+    if work.kind == WorkKind.APP and api_key is not None:
         raise ValueError("work of the App has no key")
     values = _values(user, api_key, tokens, work, now)
     values |= {"id": new_uuid7(), "holder": work.holder, "expires_at": expires_at}
@@ -156,7 +156,7 @@ def _values(
         "user": user.pk,
         "api_key": None if api_key is None else api_key.pk,
         "tokens": tokens,
-        "work_kind": None if work is None else work.kind.value,
+        "work_kind": None if work is None else WorkKind(work.kind).value,
         "work_id": None if work is None else work.id,
         "now": moment,
         "month": month_of(moment),
