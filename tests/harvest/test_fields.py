@@ -180,12 +180,12 @@ def test_a_model_whose_harvest_is_off_is_unsupported() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_directions_are_taken_in_each_dtype(dtype: str, compression: str | None) -> None:
     values = np.arange(1, 17, dtype=np.float32).reshape(2, 8) / 4
-    sent: np.ndarray[Any, Any] = {
+    sent: dict[str, np.ndarray[Any, Any]] = {
         "float32": values,
         "float16": values.astype(np.float16),
         "bfloat16": bfloat16_bits(values),
-    }[dtype]
-    made = plan(project_onto=tensor(sent, compression=compression))
+    }
+    made = plan(project_onto=tensor(sent[dtype], compression=compression))
     assert made.directions == values.tobytes()
 
 

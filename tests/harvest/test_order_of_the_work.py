@@ -5,6 +5,7 @@ import string
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -80,12 +81,14 @@ def test_runners_that_claim_at_once_get_different_jobs_in_fair_order() -> None:
 def test_a_claim_reads_a_few_rows_of_each_waiting_user_however_many_jobs_there_are() -> None:
     model = make_model()
     submit_for(string.ascii_lowercase[:20], model)
-    columns = [field.column for field in HarvestJob._meta.concrete_fields]
+    columns = [field.attname for field in HarvestJob._meta.concrete_fields]
     fresh = ["gen_random_uuid()" if name in ("id", "run_id") else name for name in columns]
     ended = [
         {"status": "'cancelled'", "completed_at": "now()", "tokens": "0"}.get(name, value)
         for name, value in zip(columns, fresh, strict=True)
     ]
+    claim_values: dict[str, Any] = {"model": model.pk, "waiting": "pending", "running": "running", "owner": OWNER}
+    claim_values["lease"] = LEASE
     with connection.cursor() as cursor:
         for values, copies in ((fresh, 1_000), (ended, 1)):
             cursor.execute(
@@ -95,9 +98,9 @@ def test_a_claim_reads_a_few_rows_of_each_waiting_user_however_many_jobs_there_a
         cursor.execute("ANALYZE harvest_harvestjob")
         cursor.execute(
             "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + leases._CLAIM.format(table="harvest_harvestjob"),
-            {"model": model.pk, "waiting": "pending", "running": "running", "owner": OWNER, "lease": LEASE},
+            claim_values,
         )
-        (plan,) = json.loads(cursor.fetchone()[0])
+        (plan,) = cursor.fetchone()[0]
     assert HarvestJob.objects.count() > 40_000
     assert "Seq Scan" not in json.dumps(plan)
     # 8 KiB pages: some ten for each of 20 Users, where the table has over a thousand.

@@ -1,6 +1,7 @@
 """`manage.py scheduler`: the sweeps that keep every promise when a part has died."""
 
 import logging
+import socket
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,7 +57,7 @@ class Command(BaseCommand):
         app.conf.broker_connection_max_retries = None
         app.steps["worker"].add(BeatInAThread)
         worker = app.Worker(
-            hostname="scheduler@%h",
+            hostname=f"scheduler@{socket.gethostname()}",
             pool="threads",
             concurrency=2,
             queues=[QUEUE],
