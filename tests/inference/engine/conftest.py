@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +21,27 @@ if TYPE_CHECKING:
 # One token of the tiny model's cache: 4 layers of keys and values, 64 float32 each.
 CACHE_BYTES_PER_TOKEN = 4 * 2 * 64 * 4
 BLOCK_TOKENS = 32
+START_SECONDS = 400.0
 
-_is_prepared = False
+
+@cache
+def prepare_once() -> None:
+    """Prepare this process for engines."""
+    prepare_environment(checkpoint=".", tensor_parallel_size=1, shares_machine=True)
 
 
 class EngineThread:
     """An `InferenceEngine` on an event loop in a thread of its own, as an inference worker has it."""
 
     def __init__(self, options: EngineOptions, *, name: str) -> None:
-        global _is_prepared
-        if not _is_prepared:
-            prepare_environment(checkpoint=options.checkpoint, tensor_parallel_size=1, shares_machine=True)
-            _is_prepared = True
+        prepare_once()
         from inference.engine.front import InferenceEngine
 
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self.engine: InferenceEngine = self.run(InferenceEngine.start(options, name=name))
+            self.engine: InferenceEngine = self.run(InferenceEngine.start(options, name=name), timeout=START_SECONDS)
         except BaseException:
             self._stop_loop()
             raise

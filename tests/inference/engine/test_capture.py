@@ -117,7 +117,7 @@ def test_the_same_request_object_captures_the_same_again(roomy: EngineThread) ->
 
 
 def test_a_stop_string_ends_the_capture_where_the_answer_ends(roomy: EngineThread, reference: ReferenceModel) -> None:
-    prompt = make_prompt(25, seed=5)
+    prompt = (*make_prompt(24, seed=5), 312)
     text = "".join(delta.text for delta in roomy.answer(make_request(prompt, max_tokens=40))[0])
     request = make_request(prompt, capture=ALL_LAYERS, max_tokens=40, stop=(text[20:24],))
     answer = roomy.answer(request)
