@@ -3,20 +3,27 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asgiref.typing import ASGI3Application, ASGIReceiveCallable, ASGIReceiveEvent, ASGISendCallable, Scope
+from asgiref.typing import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGIReceiveEvent,
+    ASGISendCallable,
+    HTTPScope,
+    Scope,
+)
 
 # In the scope of a request whose body passed its limit: the limit, in bytes. The view checks the key, then answers 413.
 BODY_PASSED_LIMIT = "acsinfra.body_passed_limit"
 
 
 class BodyLimit:
-    """ASGI middleware: never hands on more than `limit_of(method, path)` bytes of a body.
+    """ASGI middleware: never hands on more than `limit_of(scope)` bytes of a body.
 
     Past the limit, by `Content-Length` or while reading, the application sees an ended body and the mark in its
     scope; what the client still sends is thrown away as it comes, so that it can finish sending and read the answer.
     """
 
-    def __init__(self, app: ASGI3Application, *, limit_of: Callable[[str, str], int]) -> None:
+    def __init__(self, app: ASGI3Application, *, limit_of: Callable[[HTTPScope], int]) -> None:
         self.app = app
         self.limit_of = limit_of
 
@@ -25,7 +32,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit = self.limit_of(scope["method"], scope["path"])
+        limit = self.limit_of(scope)
         await self.app(scope, _BoundedBody(scope, receive, limit).receive, send)
 
 

@@ -85,6 +85,15 @@ def test_a_large_form_to_a_page_is_refused_too(server: LiveServer) -> None:
     assert answer.status_code == 413
 
 
+def test_nothing_is_read_of_a_request_without_a_key(server: LiveServer) -> None:
+    head = b"POST /v1/harvest HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    answer = server.send(head + b"Content-Length: 40000000\r\n\r\n")
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    with server.client() as client:
+        assert client.request("OPTIONS", ROUTE, content=b"{}").status_code == 204
+        assert client.post("/v1/none", content=b"{}").status_code == 404
+
+
 async def test_the_application_sees_at_most_the_limit_and_then_only_the_disconnect() -> None:
     seen: list[bytes] = []
     events = [{"type": "http.request", "body": b"x" * 40, "more_body": True} for _ in range(10)]
@@ -101,7 +110,7 @@ async def test_the_application_sees_at_most_the_limit_and_then_only_the_disconne
         return next(incoming)
 
     scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    limited: Any = BodyLimit(app, limit_of=lambda method, path: 100)
+    limited: Any = BodyLimit(app, limit_of=lambda scope: 100)
     await limited(scope, receive, None)
     assert len(b"".join(seen)) == 80
     assert next(incoming, None) is None
