@@ -137,7 +137,7 @@ class Quickstart:
                 valkey.start()
             urls["BROKER_URL"] = valkey.url
         if not os.environ.get("STORAGE_URL"):
-            (self.home / "files").mkdir(exist_ok=True)
+            (self.home / "files").mkdir(mode=0o700, exist_ok=True)
             urls["STORAGE_URL"] = (self.home / "files").as_uri()
         return urls
 

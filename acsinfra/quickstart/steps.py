@@ -30,7 +30,7 @@ class Steps:
         self._ended = threading.Event()
         if sys.stderr.isatty():
             self._progress = Progress(
-                SpinnerColumn(finished_text="[green]✓"),
+                SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
                 TimeElapsedColumn(),
@@ -82,9 +82,8 @@ class Steps:
         if succeeded:
             self.seconds[step.name] = round(step.elapsed(), 2)
         if self._progress and step.task is not None:
-            self._progress.update(step.task, description=step.text, total=100, completed=100 if succeeded else 0)
-            self._progress.stop_task(step.task)
-        elif succeeded:
+            self._progress.remove_task(step.task)
+        if succeeded:
             self.say(f"✓ {step.text} ({step.elapsed():.1f} s)")
 
     def _show(self, step: "RunningStep") -> None:
