@@ -31,6 +31,14 @@ class Logprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate at one position of `prompt_logprobs`."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One of the prompts * n texts of an answer. `token_ids` and `prompt_token_ids` are null unless asked for."""
 
@@ -268,14 +276,7 @@ class AnswerBuilder(_Shaper):
             b"null"
             if position is None
             else _json.encode(
-                {
-                    one.token_id: {
-                        "logprob": finite_logprob(one.logprob),
-                        "rank": one.rank,
-                        "decoded_token": one.token,
-                    }
-                    for one in position
-                }
+                {one.token_id: PromptLogprob(finite_logprob(one.logprob), one.rank, one.token) for one in position}
             )
             for position in self._echoed_logprobs(prompt)
         ]
