@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
+from redis.exceptions import RedisError
 
 from inference.bus import keys
 from inference.bus.courier import BrokerAway, Courier
@@ -161,6 +162,10 @@ class Outboxes:
                 answer = await self._courier.ask("XADD", stream, "NOMKSTREAM", "*", "batch", payload, patience=600)
             except BrokerAway:
                 return False
+            except RedisError as error:
+                # It may have no memory left; what is read makes room.
+                logger.error("The broker refused an answer.", error=str(error))
+                answer = None
             if answer is not None:
                 return True
             await asyncio.sleep(LOOK_AGAIN_SECONDS)

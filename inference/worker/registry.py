@@ -33,6 +33,8 @@ class Registration:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_listed = True
         self._renew_key()
+        # The main thread asks the database nothing more.
+        connections.close_all()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
         self._thread.start()
 

@@ -103,7 +103,7 @@ def test_a_probability_of_zero_is_a_large_negative_number() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["logprobs", "prompt_logprobs"])
 def test_what_is_no_number_never_reaches_an_answer(value: float, where: str) -> None:
-    given = {"logprobs": (at(5),), "prompt_logprobs": (None, at(2))}
+    given: dict[str, Any] = {"logprobs": (at(5),), "prompt_logprobs": (None, at(2))}
     given[where] = (None, at(2, value)) if where == "prompt_logprobs" else (at(5, value),)
     with pytest.raises(MisbehavedEngine):
         whole(work(logprobs=0, prompt_logprobs=0), (0, end(token_ids=(5,), **given)))

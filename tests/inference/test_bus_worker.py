@@ -1,0 +1,172 @@
+"""What an inference worker does with a Completion that never gets as far as the engine: here no engine is there yet."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import NoReturn
+
+import msgspec
+import pytest
+
+from inference.bus import keys
+from inference.bus.api import Bus
+from inference.bus.courier import Courier
+from inference.bus.envelope import Envelope
+from inference.bus.frames import Cancel, Fault, Frame, Returned, Taken
+from inference.bus.replies import Inbox
+from inference.wire import CompletionWork, Sampling
+from inference.worker.completions import CompletionService
+from inference.worker.engine_life import EngineLife
+from tests.inference.broker import Broker
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    broker = Broker(tmp_path_factory.mktemp("valkey"))
+    broker.start()
+    yield broker
+    broker.kill()
+
+
+class Exchange:
+    """A worker's service and the API process that waits for it."""
+
+    def __init__(self, bus: Bus, courier: Courier) -> None:
+        async def never() -> NoReturn:
+            raise AssertionError("no engine is started here")
+
+        life = EngineLife(start=never, on_live=lambda: None, on_dead=lambda: None, on_lost=lambda: None)
+        self.bus = bus
+        self.courier = courier
+        self.service = CompletionService(
+            worker="worker-1",
+            life=life,
+            courier=courier,
+            decode=str,
+            prompts_at_once=4,
+            listening_since=time.monotonic,
+        )
+
+    def envelope(self, request_id: str, *, seconds: float = 60.0) -> Envelope:
+        work = CompletionWork(
+            request_id=request_id,
+            model="tiny",
+            served_model_name="tiny",
+            created=0,
+            deadline=time.time() + seconds,
+            prompts=((1, 2),),
+            prompt_texts=(None,),
+            sampling=Sampling(max_tokens=1),
+            hold_tokens=3,
+        )
+        return Envelope(
+            request_id=request_id,
+            reply_to=self.bus.process,
+            deadline=work.deadline,
+            work=msgspec.json.encode(work).decode(),
+        )
+
+    def inbox(self, request_id: str) -> Inbox:
+        inbox = Inbox(request_id=request_id, model="tiny", courier=self.courier)
+        self.bus._inboxes[request_id] = inbox
+        return inbox
+
+    async def fault(self, inbox: Inbox) -> Fault:
+        async with asyncio.timeout(5):
+            frame: Frame = await inbox.next()
+        assert isinstance(frame, Fault)
+        return frame
+
+
+@pytest.fixture
+async def exchange(broker: Broker) -> AsyncIterator[Exchange]:
+    async def always(model: str) -> bool:
+        return True
+
+    bus, courier = Bus(url=broker.url, is_served=always), Courier(broker.url)
+    await bus.ready()
+    yield Exchange(bus, courier)
+    await bus.close()
+    await courier.close()
+
+
+async def test_a_cancel_that_overtakes_its_request_is_obeyed(exchange: Exchange) -> None:
+    exchange.service.obey(Cancel("req_1"))
+    async with asyncio.timeout(1):
+        await exchange.service.serve(exchange.envelope("req_1"))
+
+
+async def test_a_cancel_from_before_the_worker_began_has_left_its_mark(exchange: Exchange) -> None:
+    await exchange.courier.ask("SET", keys.cancelled("req_2"), "1", "EX", 60)
+    async with asyncio.timeout(2):
+        await exchange.service.serve(exchange.envelope("req_2"))
+    assert exchange.service.busy_processes() == set()
+
+
+async def test_a_request_that_comes_too_late_is_not_begun(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_3")
+    await exchange.service.serve(exchange.envelope("req_3", seconds=-1))
+    assert (await exchange.fault(inbox)).code == "engine_timeout"
+
+
+async def test_a_request_waits_for_its_engine_until_its_deadline_only(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_4")
+    started = time.monotonic()
+    await exchange.service.serve(exchange.envelope("req_4", seconds=0.5))
+    assert 0.3 < time.monotonic() - started < 5
+    assert (await exchange.fault(inbox)).code == "engine_timeout"
+
+
+async def test_work_whose_pieces_are_gone_is_a_fault(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_5")
+    await exchange.service.serve(msgspec.structs.replace(exchange.envelope("req_5"), work=None, pieces=2))
+    assert (await exchange.fault(inbox)).code == "service_unavailable"
+
+
+async def test_a_request_that_is_given_out_twice_runs_once(exchange: Exchange) -> None:
+    first = asyncio.create_task(exchange.service.serve(exchange.envelope("req_6")))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(1):
+        await exchange.service.serve(exchange.envelope("req_6"))
+    assert not first.done()
+    exchange.service.obey(Cancel("req_6"))
+    async with asyncio.timeout(1):
+        await first
+
+
+async def test_a_worker_says_what_it_has_and_what_it_put_back(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_7")
+    seen: list[Frame] = []
+    accept = inbox.accept
+
+    def keep(frame: Frame, *, worker: str) -> None:
+        seen.append(frame)
+        accept(frame, worker=worker)
+
+    inbox.accept = keep  # type: ignore[method-assign]
+    exchange.service.announce("req_7", exchange.bus.process)
+    async with asyncio.timeout(2):
+        while inbox.worker != "worker-1":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    exchange.service.return_untouched()
+    async with asyncio.timeout(2):
+        while inbox.worker is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert seen == [Taken("req_7", "worker-1"), Returned("req_7")]
+
+
+async def test_what_still_runs_when_time_is_up_ends_with_an_error(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_8")
+    serving = asyncio.create_task(exchange.service.serve(exchange.envelope("req_8")))
+    await asyncio.sleep(0.05)
+    exchange.service.abort_all()
+    assert (await exchange.fault(inbox)).code == "engine_error"
+    async with asyncio.timeout(1):
+        await serving
+
+
+async def test_the_requests_of_an_api_process_that_is_gone_are_stopped(exchange: Exchange) -> None:
+    envelope = msgspec.structs.replace(exchange.envelope("req_9"), reply_to="no-such-process")
+    async with asyncio.timeout(10):
+        await exchange.service.serve(envelope)
+    assert exchange.service.busy_processes() == set()
