@@ -5,6 +5,7 @@ Each of the three steps is one SQL statement (`budgets.statements`). The sync fu
 pool, each committed at its return. All are safe to repeat.
 """
 
+import asyncio
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def take_hold(
     Raises BudgetExceeded (`429 budget_exceeded`), HoldConflict (the work was charged already, or holds something
     else), and ApiError `401` when the key or the User has been deleted meanwhile.
     """
-    return run(_take(user, api_key, tokens, work, expires_at, now))
+    return run(_take(user, api_key, tokens, work, expires_at, now, new_uuid7()))
 
 
 async def take_hold_async(
@@ -99,8 +100,18 @@ async def take_hold_async(
     expires_at: datetime | None = None,
     now: datetime | None = None,
 ) -> Hold:
-    """`take_hold` from an async view: one statement on the async pool, committed when this returns."""
-    return await run_async(_take(user, api_key, tokens, work, expires_at, now))
+    """`take_hold` from an async view: one statement on the async pool, committed when this returns.
+
+    A request that is cancelled while its Hold is on the way has none in the end.
+    """
+    hold_id = new_uuid7()
+    taking = asyncio.ensure_future(run_async(_take(user, api_key, tokens, work, expires_at, now, hold_id)))
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        await _has_ended(taking)
+        await run_async(_end(hold_id, None, now))
+        raise
 
 
 def check_room(*, user: User, api_key: ApiKey | None, tokens: int, now: datetime | None = None) -> None:
@@ -120,11 +131,12 @@ def _take(
     work: WorkRef,
     expires_at: datetime | None,
     now: datetime | None,
+    hold_id: uuid.UUID,
 ) -> Step[Hold]:
     if work.kind == WorkKind.APP and api_key is not None:
         raise ValueError("work of the App has no key")
     values = _values(user, api_key, tokens, work, now)
-    values |= {"id": new_uuid7(), "holder": work.holder, "expires_at": expires_at}
+    values |= {"id": hold_id, "holder": work.holder, "expires_at": expires_at}
     take = statements.TAKE if api_key is None else statements.TAKE_WITH_KEY
     row = yield ((take, values),)
     tries = 0
@@ -240,8 +252,8 @@ def settle_hold(*, hold: Hold | uuid.UUID, tokens: int, now: datetime | None = N
 
 
 async def settle_hold_async(*, hold: Hold | uuid.UUID, tokens: int, now: datetime | None = None) -> HoldEnd:
-    """`settle_hold` from an async view: one statement on the async pool, committed when this returns."""
-    return await run_async(_end(hold, tokens, now))
+    """`settle_hold` from an async view: one statement on the async pool, sent also if the caller is cancelled."""
+    return await _end_though_cancelled(_end(hold, tokens, now))
 
 
 def release_hold(*, hold: Hold | uuid.UUID, now: datetime | None = None) -> HoldEnd:
@@ -250,8 +262,17 @@ def release_hold(*, hold: Hold | uuid.UUID, now: datetime | None = None) -> Hold
 
 
 async def release_hold_async(*, hold: Hold | uuid.UUID, now: datetime | None = None) -> HoldEnd:
-    """`release_hold` from an async view: one statement on the async pool, committed when this returns."""
-    return await run_async(_end(hold, None, now))
+    """`release_hold` from an async view: one statement on the async pool, sent also if the caller is cancelled."""
+    return await _end_though_cancelled(_end(hold, None, now))
+
+
+async def _end_though_cancelled(step: Step[HoldEnd]) -> HoldEnd:
+    ending = asyncio.ensure_future(run_async(step))
+    try:
+        return await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await _has_ended(ending)
+        raise
 
 
 def _end(hold: Hold | uuid.UUID, tokens: int | None, now: datetime | None) -> Step[HoldEnd]:
@@ -271,6 +292,12 @@ def _end(hold: Hold | uuid.UUID, tokens: int | None, now: datetime | None) -> St
     if ended is None:
         return HoldEnd(changed=False, state=None, charged=0)
     return HoldEnd(changed=False, state=Hold.State(ended[0]), charged=ended[1] or 0)
+
+
+async def _has_ended(task: asyncio.Future[Any]) -> None:
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # seen: the caller went away, and asyncio need not complain of it
 
 
 # Sweeping

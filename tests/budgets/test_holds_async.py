@@ -160,6 +160,34 @@ async def test_a_take_that_meets_the_end_of_its_work_does_not_hang(user: User, k
     assert (summary.used, summary.held) == (30, 0)
 
 
+async def test_a_request_that_goes_away_while_it_takes_its_hold_has_none(user: User, key: ApiKey) -> None:
+    outcomes: list[Hold | BaseException] = []
+    for n_turns in range(60):
+        taking = asyncio.create_task(take_hold_async(user=user, api_key=key, tokens=1, work=new_work()))
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        outcomes += await asyncio.gather(taking, return_exceptions=True)
+    n_held = sum(isinstance(outcome, Hold) for outcome in outcomes)
+    assert {type(outcome) for outcome in outcomes} <= {Hold, asyncio.CancelledError}
+    assert n_held < len(outcomes)
+    assert (await budget_summary_async(user)).held == n_held
+    assert await database_step(imbalances) == []
+
+
+async def test_an_end_that_was_begun_happens_though_its_request_is_cancelled(user: User, key: ApiKey) -> None:
+    holds = [await take_hold_async(user=user, api_key=key, tokens=5, work=new_work()) for _ in range(2)]
+    ends = [settle_hold_async(hold=holds[0], tokens=3), release_hold_async(hold=holds[1])]
+    tasks = [asyncio.create_task(end) for end in ends]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
+    summary = await budget_summary_async(user)
+    assert (summary.used, summary.held) == (3, 0)
+
+
 async def test_a_waiting_request_costs_no_connection(user: User, key: ApiKey) -> None:
     """Between its Hold and its end a request holds no connection: 200 wait, and the pool of 8 serves another."""
     first = await take_hold_async(user=user, api_key=key, tokens=0, work=new_work())
