@@ -119,7 +119,7 @@ async def _require_right_logprobs(engine: TestableEngine, run: _Run, name: str) 
 def _make_vector(plain: _Run, layer: int) -> npt.NDArray[np.float32]:
     """A fixed direction, half as long as the stream is on average: enough to show, not enough to drown it."""
     size = plain.stream.shape[-1]
-    direction = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    direction = np.asarray(np.random.default_rng(0).standard_normal((size,)), np.float32)
     length = 0.5 * float(np.median(np.linalg.norm(plain.stream[layer], axis=-1)))
     return direction * np.float32(length / float(np.linalg.norm(direction)))
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-BlockOutput = torch.Tensor | tuple[Any, ...]
+type BlockOutput = torch.Tensor | tuple[Any, ...]
 
 
 class StreamListener(Protocol):

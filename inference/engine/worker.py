@@ -108,15 +108,15 @@ class ResidualStreamWorker(PlatformWorker):
         """Watch the next forward to see which tensor is the residual stream."""
         self.stream_check.arm()
 
-    @torch.inference_mode()
     def settle_stream_kind(self) -> dict[str, Any]:
         """Decide from the watched forward which tensor it is; see `StreamCheck.settle`."""
-        return self.stream_check.settle()
+        with torch.inference_mode():
+            return self.stream_check.settle()
 
-    @torch.inference_mode()
     def score_stream_rows(self, content: bytes, token_ids: list[list[int]]) -> list[list[float]]:
         """Return the logprobs that rows of the last layer give to tokens; see `StreamCheck.score_rows`."""
-        return self.stream_check.score_rows(content, token_ids)
+        with torch.inference_mode():
+            return self.stream_check.score_rows(content, token_ids)
 
 
 def _end_with_parent() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # One token of the tiny model's cache: 4 layers of keys and values, 64 float32 each.
 CACHE_BYTES_PER_TOKEN = 4 * 2 * 64 * 4
 BLOCK_TOKENS = 32
-START_SECONDS = 400.0
+START_SECONDS = 900.0
 
 
 @cache

@@ -124,40 +124,29 @@ def test_a_worker_refuses_what_a_front_let_through(roomy: EngineThread) -> None:
     assert_nothing_left(roomy)
 
 
-def test_an_error_in_a_worker_is_a_fault_and_never_an_answer(roomy: EngineThread) -> None:
+def test_an_error_in_a_worker_is_a_fault_and_never_an_answer(
+    roomy: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault 6 of the peer: an error in a hook was swallowed, and unsteered text came back.
 
-    The row file is made read-only for the worker's next writes by cutting its row size: the write is then refused.
+    The row files are made with a row size that does not fit, which the worker finds out.
     """
-    shelf = roomy.engine._shelf
-    make = shelf.make
-
-    def make_wrong(*, row_bytes: int) -> Any:
-        return make(row_bytes=row_bytes + 1)
-
-    shelf.make = make_wrong  # type: ignore[method-assign]
-    try:
+    make = roomy.engine._shelf.make
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy.engine._shelf, "make", lambda *, row_bytes: make(row_bytes=row_bytes + 1))
         with pytest.raises(RequestFault, match="could not do this request"):
             roomy.answer(make_request(make_prompt(9), capture=(0, 1)))
         with pytest.raises(RequestFault, match="could not do this request"):
             roomy.answer(make_request(make_prompt(9), steering=[make_vector(make_values(1, HIDDEN), (1,))]))
-    finally:
-        del shelf.make  # type: ignore[method-assign]
     assert_nothing_left(roomy)
     assert len(generated_ids(roomy.answer(make_request(make_prompt(9), capture=(0, 1))))) == 8
 
 
-def test_options_that_no_worker_took_up_are_a_fault(roomy: EngineThread) -> None:
+def test_options_that_no_worker_took_up_are_a_fault(roomy: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose options were lost on the way is not answered as if it had none."""
-    import inference.engine.open_request as module
-
-    encode = module.encode_options
-    module.encode_options = lambda _options: {f"not-{EXTRA_ARGS_KEY}": b""}  # type: ignore[assignment]
-    try:
-        with pytest.raises(RequestFault, match="did not take up"):
-            roomy.answer(make_request(make_prompt(9), steering=[make_vector(make_values(1, HIDDEN), (1,))]))
-    finally:
-        module.encode_options = encode
+    monkeypatch.setattr("inference.engine.open_request.encode_options", lambda _options: {f"not-{EXTRA_ARGS_KEY}": b""})
+    with pytest.raises(RequestFault, match="did not take up"):
+        roomy.answer(make_request(make_prompt(9), steering=[make_vector(make_values(1, HIDDEN), (1,))]))
     assert_nothing_left(roomy)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Ends with whole characters: after half of one, vLLM's detokenizer gives the prompt back with the first token.
 CLEAN_PROMPT = (*make_prompt(24, seed=5), 312)
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 PROMPTS = [make_prompt(3 + 2 * index, seed=100 + index) for index in range(50)]
 
 
@@ -180,7 +181,8 @@ def test_allowed_tokens_and_penalties(roomy: EngineThread) -> None:
     answer = roomy.answer(make_request(prompt, max_tokens=30, temperature=1.0, allowed_token_ids=allowed))
     assert set(generated_ids(answer)) <= set(allowed)
     plain = generated_ids(roomy.answer(make_request(prompt, max_tokens=60)))
-    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}):
+    penalties: list[dict[str, Any]] = [{name: 2.0} for name in PENALTIES]
+    for penalty in penalties:
         answer = roomy.answer(make_request(prompt, max_tokens=60, **penalty))
         assert len(set(generated_ids(answer))) > len(set(plain))
 
@@ -188,7 +190,8 @@ def test_allowed_tokens_and_penalties(roomy: EngineThread) -> None:
 def test_top_k_top_p_and_min_p_narrow_the_choice(roomy: EngineThread, reference: ReferenceModel) -> None:
     prompt = CLEAN_PROMPT
     greedy = generated_ids(roomy.answer(make_request(prompt, max_tokens=10)))
-    for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    narrowings: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    for narrow in narrowings:
         assert generated_ids(roomy.answer(make_request(prompt, max_tokens=10, temperature=1.5, **narrow))) == greedy
     wide = make_request(prompt, max_tokens=40, temperature=2.0, top_k=5, seed=3)
     ids = generated_ids(roomy.answer(wide))
