@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from contextvars import Context
 
 import structlog
 from django.conf import settings
@@ -174,7 +175,8 @@ async def running_bus(*, is_served: Callable[[str], Awaitable[bool]]) -> Bus:
         _bus, _loop, _starting = None, loop, asyncio.Lock()
     async with _starting:
         if _bus is None:
-            bus = Bus(url=settings.BROKER_URL, is_served=is_served)
+            # Its tasks outlive the first request, whose id must not stand in their log lines.
+            bus = Context().run(lambda: Bus(url=settings.BROKER_URL, is_served=is_served))
             try:
                 await bus.ready()
             except BaseException:

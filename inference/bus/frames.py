@@ -19,7 +19,7 @@ CREDIT_EVERY = WINDOW_BYTES // 4
 
 # What says that an API process lives is renewed every few seconds and forgotten after these.
 RENEW_EVERY = timedelta(seconds=3)
-ALIVE_FOR = timedelta(seconds=10)
+ALIVE_FOR = timedelta(seconds=15)
 REPLIES_FOR = timedelta(seconds=30)
 
 
