@@ -1,6 +1,8 @@
 """`manage.py runner MODEL`: one runner."""
 
 import argparse
+import logging
+import os
 import sys
 from typing import Any
 
@@ -54,4 +56,10 @@ class Command(BaseCommand):
 
         from harvest.runner.worker import run
 
-        sys.exit(run(model=model, checkpoint=str(checkpoint)))
+        code = run(model=model, checkpoint=str(checkpoint))
+        # All is ended in order by now. Python's own end would first go through the garbage of torch and vllm, which
+        # takes longer than a supervisor waits.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

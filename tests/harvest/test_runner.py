@@ -1,0 +1,247 @@
+"""Runners that are killed, stopped, cancelled, or two: every job still comes to its one right end."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from acsinfra.quickstart.supervisor import Child
+from tests.harvest.harvests import assert_statistics, download, read_job, submit, wait_for
+from tests.s3_server import S3Server, s3_server
+from tests.stack import Part, Stack
+
+__all__ = ["s3_server"]
+
+TEXT = "The children asked why the sky is blue, and why the grass is not; nobody in the room knew. "
+# Some 50,000 tokens in 30 shards: the tiny model reads for seconds.
+LONG: dict[str, Any] = {"prompts": [f"{index}: {TEXT * 20}" for index in range(120)], "layers": "all", "shard_size": 4}
+PARTS: tuple[Part, ...] = ("api", "runner", "scheduler")
+ROW = """
+from harvest.models import HarvestJob
+job = HarvestJob.objects.get(pk=job_id)
+result = {
+    "status": job.status, "claims": job.claims, "tries": job.tries, "tokens": job.tokens,
+    "shards": list(job.shards.values_list("key", flat=True)),
+}
+"""
+LET_THE_LEASE_RUN_OUT = """
+from datetime import timedelta
+from django.utils import timezone
+from harvest.models import HarvestJob
+past = timezone.now() - timedelta(seconds=1)
+result = HarvestJob.objects.filter(pk=job_id, status="running").update(lease_expires_at=past)
+"""
+
+
+def row(stack: Stack, job: dict[str, Any]) -> dict[str, Any]:
+    return dict(stack.django(ROW, job_id=job["job_id"]))
+
+
+def wait_until(is_true: Callable[[], bool], *, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def second_runner(stack: Stack, name: str = "stack-runner-2") -> Iterator[Child]:
+    """Run another runner of the model `tiny` beside the stack's, until the block ends."""
+    supervisor = stack._supervisor
+    child = supervisor.spawn(name, [sys.executable, "manage.py", "runner", "tiny"], env=stack.env)
+    try:
+        yield child
+    finally:
+        if name in supervisor.children:
+            supervisor.stop(name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(harvest_stack: Stack) -> Any:
+    return download(wait_for(harvest_stack, submit(harvest_stack, **LONG)["job_id"]))
+
+
+def test_a_job_whose_runner_is_killed_is_finished_by_another(harvest_stack: Stack, undisturbed: Any) -> None:
+    job = submit(harvest_stack, **LONG)
+    wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 3)
+    harvest_stack.kill("runner")
+    left = row(harvest_stack, job)
+    assert left["status"] == "running"
+    assert 3 <= len(left["shards"]) < 30
+    started_at = read_job(harvest_stack, job["job_id"])["started_at"]
+    harvest_stack.start("runner")
+    assert harvest_stack.django(LET_THE_LEASE_RUN_OUT, job_id=job["job_id"]) == 1
+    harvest = download(wait_for(harvest_stack, job["job_id"]))
+    after = row(harvest_stack, job)
+    assert (after["claims"], after["tries"]) == (2, 1)
+    assert harvest.job["started_at"] == started_at
+    # What was whole was kept, the rest was written to a place of its own.
+    assert after["shards"][: len(left["shards"])] == left["shards"]
+    assert all("claim_2" in key for key in after["shards"][len(left["shards"]) :])
+    assert harvest.job["tokens"] == undisturbed.job["tokens"]
+    assert harvest.ids == undisturbed.ids
+    for index, values in undisturbed.values.items():
+        assert np.abs(harvest.values[index] - values).max() <= 1e-5 * np.abs(values).max()
+    for name, values in undisturbed.stats.items():
+        assert np.allclose(harvest.stats[name], values, rtol=1e-5, atol=1e-6)
+    assert_statistics(harvest, bos=0)
+    names = [path.name for path in harvest_stack.files.rglob("*") if job["run_id"] in str(path)]
+    assert not [name for name in names if name.endswith(".partial")]
+
+
+def test_a_runner_that_is_stopped_hands_its_job_back_at_once(harvest_stack: Stack) -> None:
+    job = submit(harvest_stack, **LONG)
+    wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 1)
+    child = harvest_stack.children["runner"]
+    began = time.monotonic()
+    child.record.signal_group(child.record.stop_signal)
+    wait_until(lambda: row(harvest_stack, job)["status"] == "pending", seconds=10)
+    assert time.monotonic() - began < 10
+    harvest_stack.stop("runner")
+    assert child.process.returncode == 0
+    waiting = read_job(harvest_stack, job["job_id"])
+    assert (waiting["status"], waiting["completed_at"]) == ("pending", None)
+    assert waiting["started_at"] is not None
+    harvest_stack.start("runner")
+    done = wait_for(harvest_stack, job["job_id"])
+    assert (done["status"], done["started_at"]) == ("done", waiting["started_at"])
+    assert row(harvest_stack, job)["tries"] == 0
+
+
+def test_a_cancelled_job_stops_within_a_second_and_frees_the_runner(harvest_stack: Stack) -> None:
+    job = submit(harvest_stack, **LONG)
+    wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 1)
+    following = submit(harvest_stack, prompts=["Hello"])
+    with harvest_stack.client() as client:
+        cancelled = client.delete(f"harvest/{job['job_id']}").json()
+    assert (cancelled["status"], cancelled["tokens"]) == ("cancelled", job["reserved_tokens"])
+    done = wait_for(harvest_stack, following["job_id"])
+    assert done["status"] == "done"
+    assert done["started_at"] > cancelled["completed_at"]
+    gap = _seconds(cancelled["completed_at"], done["started_at"])
+    # A second to notice and to end the step that runs, and another on a machine that other work shares.
+    assert gap < 2.0
+    assert read_job(harvest_stack, job["job_id"]) == cancelled
+
+
+def test_what_waits_is_cancelled_for_nothing(harvest_stack: Stack) -> None:
+    first = submit(harvest_stack, **LONG)
+    second = submit(harvest_stack, prompts=["Hello"])
+    with harvest_stack.client() as client:
+        assert client.post(f"harvest/{second['job_id']}/cancel").json()["tokens"] == 0
+        client.delete(f"harvest/{first['job_id']}")
+    assert row(harvest_stack, second)["claims"] == 0
+
+
+def test_progress_grows_while_a_job_runs(harvest_stack: Stack) -> None:
+    job = submit(harvest_stack, **LONG)
+    seen: list[dict[str, int]] = []
+
+    def progress_has_grown() -> bool:
+        answer = read_job(harvest_stack, job["job_id"])
+        assert answer["status"] in ("pending", "running"), answer
+        if answer["status"] == "running":
+            assert set(answer["progress"]) == {"prompts", "tokens", "bytes_written"}
+            seen.append(answer["progress"])
+        return bool(seen) and seen[-1]["bytes_written"] > 0
+
+    wait_until(progress_has_grown)
+    for name in ("prompts", "tokens", "bytes_written"):
+        assert [one[name] for one in seen] == sorted(one[name] for one in seen)
+    assert 0 < seen[-1]["prompts"] <= 120
+    with harvest_stack.client() as client:
+        client.delete(f"harvest/{job['job_id']}")
+
+
+def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) -> None:
+    users = [harvest_stack.new_user(), harvest_stack.new_user()]
+    with second_runner(harvest_stack) as other:
+        wait_until(lambda: "takes jobs" in other.log_text())
+        jobs = [
+            (user, submit(harvest_stack, user, **{**LONG, "prompts": LONG["prompts"][:40]}))
+            for _ in range(3)
+            for user in users
+        ]
+        for user, job in jobs:
+            assert wait_for(harvest_stack, job["job_id"], user)["status"] == "done"
+        for _, job in jobs:
+            assert row(harvest_stack, job)["claims"] == 1
+            claimed = [
+                text.count(f'"harvest claimed", "job_id": "{job["job_id"]}"') for text in _logs(harvest_stack, other)
+            ]
+            assert sum(claimed) == 1
+        assert other.log_text().count("harvest claimed") >= 1
+
+
+def test_a_job_that_only_the_row_tells_of_is_found(harvest_stack: Stack) -> None:
+    """No message: the row alone, as after a broker that lost all it had."""
+    code = """
+from harvest.models import *
+from harvest import services
+services.tell_runners = lambda model: None
+from accounts.models import User
+from inference.models import BaseModel
+plan = services.HarvestPlan(
+    base_model_id=BaseModel.objects.get(name="tiny").pk, model="tiny", prompts=["Hello"], layers=(1,), shard_size=1,
+    batch_size=None, add_special_tokens=True, directions=None, reserved_tokens=6, bytes_at_most=100_000,
+)
+result = str(services.submit_harvest(user=User.objects.get(pk=user_id), api_key=None, plan=plan).pk)
+"""
+    job_id = harvest_stack.django(code, user_id=harvest_stack.user.id)
+    assert wait_for(harvest_stack, job_id, seconds=60)["status"] == "done"
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_job_with_one_sentence(
+    harvest_stack: Stack, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("broken")
+    for path in harvest_stack.tiny_model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    harvest_stack.manage("addmodel", "broken", "--source", str(folder), "--dtype", "float32")
+    supervisor = harvest_stack._supervisor
+    child = supervisor.spawn("broken-runner", [sys.executable, "manage.py", "runner", "broken"], env=harvest_stack.env)
+    try:
+        wait_until(lambda: "takes jobs" in child.log_text())
+        job = submit(harvest_stack, model="broken", prompts=["Hello"])
+        ended = wait_for(harvest_stack, job["job_id"])
+        assert (ended["status"], ended["tokens"], ended["error"]) == ("failed", 0, "The model could not be loaded.")
+        assert row(harvest_stack, job)["tries"] == 3
+        child.check()
+    finally:
+        supervisor.stop("broken-runner")
+
+
+def test_files_in_s3_are_read_by_presigned_links(harvest_stack: Stack, s3_server: S3Server) -> None:
+    harvest_stack.env["STORAGE_URL"], folder = s3_server.url, harvest_stack.env["STORAGE_URL"]
+    for name, value in (("AWS_ACCESS_KEY_ID", "tests-access"), ("AWS_SECRET_ACCESS_KEY", "tests-secret")):
+        harvest_stack.env[name] = value
+    try:
+        for part in PARTS:
+            harvest_stack.restart(part)
+        texts = [TEXT * 30] * 40
+        job = submit(harvest_stack, prompts=texts, layers="all", shard_size=30)
+        harvest = download(wait_for(harvest_stack, job["job_id"]))
+        assert_statistics(harvest, bos=0)
+        # The larger shard went up in parts.
+        assert harvest.manifest["shards"][0]["bytes"] > 8 * 1024 * 1024
+        url = harvest.job["result"]["shard_urls"][0]
+        assert url.startswith(s3_server.endpoint)
+        assert "X-Amz-Expires=6048" in url or "X-Amz-Expires=6047" in url
+        assert httpx.get(url.replace("shard_00000", "shard_00001")).status_code == 403
+        assert httpx.get(url[:-4] + "0000").status_code == 403
+    finally:
+        harvest_stack.env["STORAGE_URL"] = folder
+        for part in PARTS:
+            harvest_stack.restart(part)
+
+
+def _seconds(earlier: str, later: str) -> float:
+    from datetime import datetime
+
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
