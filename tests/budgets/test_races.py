@@ -4,11 +4,12 @@ import asyncio
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import Literal
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from accounts.models import ApiKey, User
 from acsinfra.core.db import close_async_pool
@@ -120,6 +121,34 @@ def test_32_takes_of_one_work_are_one_hold() -> None:
     (only,) = Hold.objects.all()
     assert [outcome.pk if isinstance(outcome, Hold) else outcome for outcome in outcomes] == [only.pk] * 32
     assert budget_summary(user).held == 100
+
+
+def test_takes_of_one_work_that_all_saw_no_hold_are_one_hold() -> None:
+    """They have looked, and wait for the Budget's lock: the first to get it makes the Hold, the others find it."""
+    user = make_user(monthly_tokens=1_000)
+    key, work = make_key(user), new_work()
+    take(user, key, 0)()
+    outcomes: list[Hold | Exception] = []
+    steps = [lambda: take_hold(user=user, api_key=key, tokens=100, work=work) for _ in range(4)]
+    takes = threading.Thread(target=lambda: outcomes.extend(at_once(steps)))
+    with transaction.atomic():
+        Budget.objects.select_for_update().get(user=user)
+        takes.start()
+        while count_of_waiting() < len(steps):
+            time.sleep(0.01)
+    takes.join()
+    only = Hold.objects.get(work_id=work.id)
+    assert [outcome.pk if isinstance(outcome, Hold) else outcome for outcome in outcomes] == [only.pk] * 4
+    assert budget_summary(user).held == 100
+
+
+def count_of_waiting() -> int:
+    """How many connections wait for another's lock."""
+    with connection.cursor() as cursor:
+        # Not pg_stat_activity: a transaction sees that as it was at its first look.
+        cursor.execute("SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted")
+        row = cursor.fetchone()
+    return int(row[0]) if row else 0
 
 
 @pytest.mark.parametrize("how", ["threads", "coroutines"])
