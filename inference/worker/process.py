@@ -12,6 +12,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import msgspec
@@ -58,6 +59,8 @@ class InferenceWorker:
             tensor_parallel_size=model.tensor_parallel_size,
             shares_machine=shares_machine,
         )
+        # Started within the engine's thread, it would lift that thread's block on signals (Python 3.12).
+        resource_tracker.ensure_running()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="engine-loop", daemon=True)
         self._thread.start()

@@ -149,9 +149,11 @@ async def test_a_worker_says_what_it_has_and_what_it_put_back(exchange: Exchange
         while inbox.worker != "worker-1":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     exchange.service.return_untouched()
+    await exchange.service.outboxes.drain(within=5)
     async with asyncio.timeout(2):
-        while inbox.worker is not None:  # noqa: ASYNC110
+        while len(seen) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+    assert inbox.worker is None
     assert seen == [Taken("req_7", "worker-1"), Returned("req_7")]
 
 

@@ -1,0 +1,232 @@
+"""What a Completion answers when a part of its way dies, and that the way mends itself.
+
+One stack with a broker of its own, its tests in order: each leaves it as it found it, until the last stops the worker.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests import conftest
+from tests.inference.broker import Broker
+from tests.inference.second_api import second_api
+from tests.inference.test_completions_way import LONG, SHORT, STOPPED, busy_share, engine_process, until_working
+from tests.stack import Stack
+
+SILENT_AFTER_SECONDS = 3.0
+SOME = LONG | {"prompt": ["The capital"] * 16, "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    broker = Broker(tmp_path_factory.mktemp("valkey"))
+    broker.start()
+    yield broker
+    broker.kill()
+
+
+@pytest.fixture(scope="module")
+def fragile(broker: Broker, tiny_model: Path) -> Iterator[Stack]:
+    """Return a stack with its own broker and quick heartbeats; the API runs."""
+    stack = Stack(
+        conftest.SUPERVISOR, postgres=conftest.POSTGRES, broker_url=broker.url, tiny_model=tiny_model, name="fragile"
+    )
+    stack.env |= {"HEARTBEAT_SECONDS": "0.5", "ENGINE_SILENT_AFTER_SECONDS": str(SILENT_AFTER_SECONDS)}
+    stack.start("api")
+    yield stack
+    stack.close()
+
+
+def code_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def until_served(client: httpx.AsyncClient, *, seconds: float = 180) -> None:
+    """Wait until a Completion succeeds; until then it fails in a clear way."""
+    deadline = time.monotonic() + seconds
+    while True:
+        response = await client.post("completions", json=SHORT)
+        if response.status_code == 200:
+            return
+        assert code_of(response) in {
+            (503, "model_starting"),
+            (503, "model_unavailable"),
+            (503, "service_unavailable"),
+            (502, "engine_error"),
+        }
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+
+
+async def read_stream(client: httpx.AsyncClient, body: dict[str, Any], started: asyncio.Event) -> list[str]:
+    async with client.stream("POST", "completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        lines = []
+        async for line in response.aiter_lines():
+            if line:
+                lines.append(line)
+                started.set()
+    return lines
+
+
+def test_without_an_engine_the_model_is_unavailable_and_then_starting(fragile: Stack) -> None:
+    with fragile.client() as client:
+        assert code_of(client.post("completions", json=SHORT)) == (503, "model_unavailable")
+        fragile.children["inference"] = fragile._supervisor.spawn(
+            "fragile-inference", fragile._command("inference"), env=fragile.env
+        )
+        fragile.wait_for(lambda: client.get("models/tiny").json()["status"] == "starting", part="inference")
+        response = client.post("completions", json=SHORT)
+        assert code_of(response) == (503, "model_starting")
+        assert int(response.headers["Retry-After"]) >= 1
+        fragile.wait_until_ready("inference")
+        assert client.post("completions", json=SHORT).status_code == 200
+
+
+async def test_a_broker_that_restarts_loses_no_request(fragile: Stack, broker: Broker) -> None:
+    async with fragile.async_client() as client:
+        await until_served(client)
+        started = asyncio.Event()
+        streaming = asyncio.create_task(read_stream(client, SOME, started))
+        whole = [asyncio.create_task(client.post("completions", json=SOME)) for _ in range(3)]
+        await started.wait()
+        await asyncio.to_thread(broker.kill)
+        late = asyncio.create_task(client.post("completions", json=SHORT))
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(broker.start)
+        lines = await streaming
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+        assert sum(chunk["finish_reason"] == "length" for chunk in chunks) == 16
+        answers = [*await asyncio.gather(*whole), await late]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["usage"]["completion_tokens"] for answer in answers[:3]} == {16 * 200}
+
+
+async def test_a_broker_that_stays_away_is_a_503_and_its_return_is_enough(fragile: Stack, broker: Broker) -> None:
+    async with fragile.async_client() as client:
+        await asyncio.to_thread(broker.kill)
+        asked_at = time.monotonic()
+        response = await client.post("completions", json=SHORT)
+        assert code_of(response) == (503, "service_unavailable")
+        assert time.monotonic() - asked_at < 15
+        await asyncio.to_thread(broker.start)
+        await until_served(client)
+
+
+async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(fragile: Stack) -> None:
+    async with fragile.async_client() as client:
+        await until_served(client)
+        engine = engine_process(fragile)
+        started = asyncio.Event()
+        streaming = asyncio.create_task(read_stream(client, LONG, started))
+        whole = [asyncio.create_task(client.post("completions", json=LONG)) for _ in range(2)]
+        await started.wait()
+        await asyncio.sleep(0.2)
+        killed_at = time.monotonic()
+        engine.kill()
+        answers, lines = await asyncio.gather(asyncio.gather(*whole), streaming)
+        assert time.monotonic() - killed_at < 5
+        assert {code_of(answer) for answer in answers} == {(502, "engine_error")}
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+        await until_served(client)
+        assert engine_process(fragile).pid != engine.pid
+        assert fragile.log("inference").count("another is started") == 1
+
+
+async def test_the_requests_and_places_of_an_api_process_that_dies_end(fragile: Stack, tmp_path: Path) -> None:
+    user = fragile.new_user(requests_at_once=1, requests_queued=5)
+    engine = engine_process(fragile)
+    async with fragile.async_client(user) as client:
+        await until_served(client)
+        stopped_before = fragile.log("inference").count(STOPPED)
+        with contextlib.suppress(AssertionError), second_api(fragile, tmp_path / "api.log") as url:
+            async with fragile.async_client(user, base_url=url) as doomed:
+                asking = asyncio.create_task(doomed.post("completions", json=LONG | {"prompt": ["The"] * 66}))
+                await until_working(engine)
+                (second,) = (
+                    process
+                    for process in psutil.Process().children()
+                    if str(url.port) in process.cmdline() and "uvicorn" in process.cmdline()
+                )
+                second.kill()
+                with pytest.raises(httpx.TransportError):
+                    await asking
+        died_at = time.monotonic()
+        answer = await client.post("completions", json=SHORT)
+        assert answer.status_code == 200
+        assert time.monotonic() - died_at < 30
+        while fragile.log("inference").count(STOPPED) == stopped_before and busy_share(engine, 0.5) > 0.2:
+            assert time.monotonic() - died_at < 40
+
+
+async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile: Stack) -> None:
+    async with fragile.async_client() as client:
+        await until_served(client)
+        engine = engine_process(fragile)
+        worker = psutil.Process(fragile.children["inference"].process.pid)
+        asking = [asyncio.create_task(client.post("completions", json=LONG)) for _ in range(3)]
+        await until_working(engine)
+        worker.kill()
+        killed_at = time.monotonic()
+        answers = await asyncio.gather(*asking)
+        assert time.monotonic() - killed_at < SILENT_AFTER_SECONDS + 5
+        assert {answer.status_code for answer in answers} <= {502, 503}
+        assert (502, "engine_error") in map(code_of, answers)
+        fragile.kill("inference")
+        assert code_of(await client.post("completions", json=SHORT))[0] == 503
+        await asyncio.to_thread(fragile.start, "inference")
+        await until_served(client)
+        assert not engine.is_running()
+
+
+async def test_a_worker_that_is_stopped_finishes_what_it_has(fragile: Stack) -> None:
+    async with fragile.async_client() as client:
+        await until_served(client)
+        engine = engine_process(fragile)
+        process = fragile.children["inference"].process
+        started = asyncio.Event()
+        streaming = asyncio.create_task(read_stream(client, SOME, started))
+        whole = [asyncio.create_task(client.post("completions", json=SOME)) for _ in range(3)]
+        await started.wait()
+        # As systemd and a terminal do it: to every process of the group.
+        os.killpg(process.pid, signal.SIGTERM)
+        lines = await streaming
+        assert lines[-1] == "data: [DONE]"
+        assert [answer.status_code for answer in await asyncio.gather(*whole)] == [200] * 3
+        for _ in range(600):
+            if process.poll() is not None:
+                break
+            await asyncio.sleep(0.1)
+        assert process.returncode == 0, fragile.log("inference")[-3000:]
+        assert not engine.is_running()
+        assert fragile.django("from inference.models import Engine; result = Engine.objects.count()") == 0
+        assert code_of(await client.post("completions", json=SHORT)) == (503, "model_unavailable")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_an_error(fragile: Stack, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in fragile.tiny_model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    fragile.manage("addmodel", "broken", "--source", str(broken), "--dtype", "float32")
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    command = [*fragile._command("inference")[:-1], "broken"]
+    child = fragile._supervisor.spawn("fragile-broken", command, env=fragile.env)
+    for _ in range(1800):
+        if child.process.poll() is not None:
+            break
+        time.sleep(0.1)
+    assert child.process.returncode == 1
+    assert "The engine refused to serve." in child.log_text()
+    assert fragile.django("from inference.models import Engine; result = Engine.objects.count()") == 0
