@@ -74,7 +74,7 @@ def end_processes(folder: Path) -> list[str]:
         _end([record for record in running if record.tier == tier])
     orphaned_groups = {record.pid for record in records if record not in running}
     if orphaned_groups:
-        _end_orphans(orphaned_groups, home=str(folder.parent))
+        _end_orphans(orphaned_groups, home=folder.parent)
     for record in records:
         record.file(folder).unlink(missing_ok=True)
     return [record.name for record in running]
@@ -97,14 +97,17 @@ def _end(records: list[ProcessRecord]) -> None:
         record.signal_group(signal.SIGKILL)
 
 
-def _end_orphans(groups: set[int], *, home: str) -> None:
+def _end_orphans(groups: set[int], *, home: Path) -> None:
     """End what a dead leader left in its group, such as an engine's own processes.
 
-    A group's number may have come to belong to others by now, so only what carries the home in its environment.
+    A group's number may have come to belong to others by now, so only what holds a file of the home open: its log.
+    (Environments are no proof: programs that change their title overwrite them.)
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) in groups and process.environ().get("ACSINFRA_HOME") == home:
+            if os.getpgid(process.pid) in groups and any(
+                Path(file.path).is_relative_to(home) for file in process.open_files()
+            ):
                 process.kill()
 
 

@@ -198,7 +198,7 @@ def test_what_a_dead_leader_left_in_its_group_is_ended(home: Path, supervisor: S
         "import subprocess, sys, os; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']);"
         "print(p.pid, flush=True)"
     )
-    child = supervisor.spawn("leader", [sys.executable, "-c", leader], env={**os.environ, "ACSINFRA_HOME": str(home)})
+    child = supervisor.spawn("leader", [sys.executable, "-c", leader], env=os.environ)
     child.process.wait()
     orphan = psutil.Process(int(child.log_text()))
     assert orphan.is_running()
