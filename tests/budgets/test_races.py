@@ -129,7 +129,7 @@ def test_takes_of_one_work_that_all_saw_no_hold_are_one_hold() -> None:
     key, work = make_key(user), new_work()
     take(user, key, 0)()
     outcomes: list[Hold | Exception] = []
-    steps = [lambda: take_hold(user=user, api_key=key, tokens=100, work=work) for _ in range(4)]
+    steps: list[Callable[[], Hold]] = [lambda: take_hold(user=user, api_key=key, tokens=100, work=work)] * 4
     takes = threading.Thread(target=lambda: outcomes.extend(at_once(steps)))
     with transaction.atomic():
         Budget.objects.select_for_update().get(user=user)
