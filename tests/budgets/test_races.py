@@ -5,7 +5,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import pytest
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 N_AT_ONCE = 64
 
 
-def at_once[T](steps: list[Callable[[], T]]) -> list[T | Exception]:
+def at_once[T](steps: Sequence[Callable[[], T]]) -> list[T | Exception]:
     """Run the steps in a thread each, all let go at the same moment, and return what came of each."""
     outcomes: list[T | Exception] = [AssertionError("did not run")] * len(steps)
     barrier = threading.Barrier(len(steps))
@@ -129,7 +129,7 @@ def test_takes_of_one_work_that_all_saw_no_hold_are_one_hold() -> None:
     key, work = make_key(user), new_work()
     take(user, key, 0)()
     outcomes: list[Hold | Exception] = []
-    steps: list[Callable[[], Hold]] = [lambda: take_hold(user=user, api_key=key, tokens=100, work=work)] * 4
+    steps: list[Callable[[], Hold | Exception]] = [lambda: take_hold(user=user, api_key=key, tokens=100, work=work)] * 4
     takes = threading.Thread(target=lambda: outcomes.extend(at_once(steps)))
     with transaction.atomic():
         Budget.objects.select_for_update().get(user=user)
