@@ -22,7 +22,7 @@ JOINED_BYTES = 64 * 1024
 class Exchange:
     """A Completion between its place in the key's line and its last byte; `end` it in every case.
 
-    `usage` is (prompt tokens, completion tokens) as the engine counted them, once the answer is whole.
+    `usage` is (prompt tokens, completion tokens) as the engine counted them, once the answer is whole or broke off.
     """
 
     def __init__(self, bus: Bus, work: CompletionWork) -> None:
@@ -53,12 +53,11 @@ class Exchange:
         if frame is None:
             async with self._deadline():
                 frame = await self._inbox.next()
-        if isinstance(frame, Fault):
-            self._is_over = True
-            raise frame.error()
-        if isinstance(frame, End):
+        if isinstance(frame, (Fault, End)):
             self._is_over = True
             self.usage = frame.prompt_tokens, frame.completion_tokens
+        if isinstance(frame, Fault):
+            raise frame.error()
         assert isinstance(frame, (Body, Chunk, End))
         return frame
 

@@ -65,13 +65,12 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
     request_id: str
     code: str
     message: str
-    param: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     def error(self) -> ApiError:
         """The error as the API answers it."""
-        return ApiError(ErrorCode(self.code), self.message, param=self.param)
+        return ApiError(ErrorCode(self.code), self.message)
 
 
 Frame = Taken | Returned | Body | Chunk | End | Fault

@@ -49,6 +49,14 @@ class _Running:
     window: Window = field(default_factory=Window)
     taken: asyncio.TimerHandle | None = None
     is_aborted: bool = False
+    shaper: AnswerBuilder | StreamShaper | None = None
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The prompt's tokens and those generated until now; none before the engine has the request."""
+        if self.shaper is None:
+            return 0, 0
+        return self.shaper.usage.prompt_tokens, self.shaper.completion_tokens
 
     def abort(self) -> None:
         """Nobody waits for the answer any more."""
@@ -114,7 +122,9 @@ class CompletionService:
     def abort_all(self) -> None:
         """The worker's time is up: what still runs ends with an error."""
         for request_id, running in self._running.items():
-            stopping = Fault(request_id, ErrorCode.ENGINE_ERROR.value, "The inference worker is stopping.")
+            stopping = Fault(
+                request_id, ErrorCode.ENGINE_ERROR.value, "The inference worker is stopping.", *running.tokens
+            )
             self.outboxes.put(running.reply_to, stopping)
             running.abort()
 
@@ -161,22 +171,19 @@ class CompletionService:
                 await self._answer(work, running)
         except Exception as error:  # noqa: BLE001 - each has its answer, the unexpected ones too
             code, message = _fault_of(error, request_id)
-            self.outboxes.put(running.reply_to, Fault(request_id, code.value, message))
+            self.outboxes.put(running.reply_to, Fault(request_id, code.value, message, *running.tokens))
 
     async def _answer(self, work: CompletionWork, running: _Running) -> None:
         engine = await self._life.engine()
         try:
-            if work.stream:
-                usage = await self._stream(work, engine, running)
-            else:
-                usage = await self._whole(work, engine, running)
+            await (self._stream if work.stream else self._whole)(work, engine, running)
         except EngineDied:
             self._life.report_dead(engine)
             raise
-        self.outboxes.put(running.reply_to, End(work.request_id, *usage))
+        self.outboxes.put(running.reply_to, End(work.request_id, *running.tokens))
 
-    async def _stream(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> tuple[int, int]:
-        shaper = StreamShaper(work, self._decode)
+    async def _stream(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> None:
+        shaper = running.shaper = StreamShaper(work, self._decode)
 
         async def send(chunk: bytes | None) -> None:
             if chunk is not None:
@@ -189,10 +196,9 @@ class CompletionService:
         await self._generate(engine, engine_requests(work), gain)
         if work.include_usage:
             await send(shaper.usage_chunk())
-        return shaper.usage.prompt_tokens, shaper.usage.completion_tokens
 
-    async def _whole(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> tuple[int, int]:
-        builder = AnswerBuilder(work, self._decode)
+    async def _whole(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> None:
+        builder = running.shaper = AnswerBuilder(work, self._decode)
         captured: list[CapturedActivations] = []
 
         async def gain(prompt: int, item: EngineDelta | CapturedActivations) -> None:
@@ -202,11 +208,10 @@ class CompletionService:
                 captured.append(item)
 
         await self._generate(engine, engine_requests(work), gain)
-        usage = builder.usage
         activations = None
         if work.capture_layers:
             # An engine generates a token even where the answer has none; it never goes through the model.
-            tokens = usage.prompt_tokens + max(1, usage.completion_tokens) - 1
+            tokens = work.prompt_tokens + max(1, builder.completion_tokens) - 1
             capture = check_capture(
                 captured, layers=work.capture_layers, tokens=tokens, hidden=engine.facts.hidden_size
             )
@@ -216,7 +221,6 @@ class CompletionService:
         else:
             body = builder.body()
         await self.outboxes.send_body(running.reply_to, work.request_id, body, running.window)
-        return usage.prompt_tokens, usage.completion_tokens
 
     async def _generate(
         self,

@@ -143,17 +143,20 @@ async def test_a_worker_says_what_it_has_and_what_it_put_back(exchange: Exchange
         seen.append(frame)
         accept(frame, worker=worker)
 
+    def holder() -> str | None:
+        return inbox.worker
+
     inbox.accept = keep  # type: ignore[method-assign]
     exchange.service.announce("req_7", exchange.bus.process)
     async with asyncio.timeout(2):
-        while inbox.worker != "worker-1":  # noqa: ASYNC110
+        while holder() != "worker-1":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     exchange.service.return_untouched()
     await exchange.service.outboxes.drain(within=5)
     async with asyncio.timeout(2):
         while len(seen) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert inbox.worker is None
+    assert holder() is None
     assert seen == [Taken("req_7", "worker-1"), Returned("req_7")]
 
 
