@@ -112,10 +112,10 @@ def test_which_tensor_is_the_stream_is_decided_by_the_final_norm(roomy: EngineTh
 @pytest.mark.parametrize(
     ("extra_args", "sentence"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism"),
         ({"enforce_eager": False}, "torch.compile"),
         ({"enable_lora": True}, "LoRA"),
-        ({"ubatch_size": 2}, "dual-batch overlap"),
+        ({"ubatch_size": 2}, "vLLM refuses"),
         ({"max_model_len": 4096}, "vLLM refuses"),
         ({"no_such_argument": 1}, "vLLM refuses"),
     ],
@@ -145,7 +145,7 @@ def test_speculative_decoding_and_deepseek_in_float16_are_refused(tiny_float32: 
     config.speculative_config = None
     config.model_config.dtype = torch.float16
     refuse_unproven(config)
-    config.model_config.hf_config.architectures = ["DeepseekV3ForCausalLM"]
+    config.model_config.model_arch_config.architectures = ["DeepseekV3ForCausalLM"]
     with pytest.raises(EngineRefused, match="DeepSeek in float16"):
         refuse_unproven(config)
 
