@@ -185,7 +185,7 @@ CELERY = {
     "worker_send_task_events": False,
     "worker_enable_remote_control": False,
     "broker_connection_retry_on_startup": True,
-    "broker_transport_options": {"visibility_timeout": 24 * 3600},
+    "broker_transport_options": {"visibility_timeout": 24 * 3600, "socket_connect_timeout": 5},
 }
 
 # Limits: each is the default that an operator may override for one User in the admin
