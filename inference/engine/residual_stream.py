@@ -192,7 +192,12 @@ class ResidualStream:
             return
         if options.temperature is not None:
             parameters.temperature = options.temperature
-        writer = RowWriter(options.path) if options.path and options.host == self._host else None
+        is_local = options.host == self._host
+        try:
+            writer = RowWriter(options.path) if options.path and is_local else None
+        except (OSError, ValueError):
+            # Its front aborted it before its first step; one that still waits sees that nobody took the options up.
+            return
         request = StreamRequest(options, writer)
         self._requests[request_id] = request
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from inference.engine.errors import RequestFault
-from inference.engine.row_files import RowShelf, RowWriter
+from inference.engine.row_files import RowFile, RowShelf, RowWriter
 from inference.engine.stream_options import EXTRA_ARGS_KEY, StreamOptions, encode_options, read_host_id
 from inference.wire import EngineRequest
 from tests.inference.engine.conftest import EngineThread
@@ -81,6 +81,42 @@ def test_a_cancelled_request_is_out_of_the_engine_within_a_second(roomy: EngineT
 
     assert roomy.run(cancel()) < 1.0
     assert_nothing_left(roomy)
+
+
+def test_requests_aborted_before_their_first_step_do_no_harm(roomy: EngineThread) -> None:
+    """Their row files are gone when a worker first hears of them."""
+
+    async def cancel_at_once() -> None:
+        for round_number in range(40):
+            tasks = [asyncio.create_task(roomy.engine.answer(one)) for one in requests]
+            for _ in range(round_number % 8):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    requests = [make_request(make_prompt(300, seed=index), capture=ALL_LAYERS) for index in range(5)]
+    roomy.run(cancel_at_once())
+    assert not roomy.engine.is_dead
+    assert_nothing_left(roomy)
+    assert len(generated_ids(roomy.answer(requests[0]))) == 8
+
+
+def test_a_row_file_that_is_gone_is_a_fault_of_its_request(
+    roomy: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = roomy.engine._shelf.make
+
+    def make_and_lose(*, row_bytes: int) -> RowFile:
+        file = make(row_bytes=row_bytes)
+        file.path.unlink()
+        return file
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy.engine._shelf, "make", make_and_lose)
+        with pytest.raises(RequestFault, match="did not take up"):
+            roomy.answer(make_request(make_prompt(9), capture=(0, 1)))
+    assert len(generated_ids(roomy.answer(make_request(make_prompt(9), capture=(0, 1))))) == 8
 
 
 def test_a_worker_refuses_what_a_front_let_through(roomy: EngineThread) -> None:
