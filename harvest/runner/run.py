@@ -18,6 +18,7 @@ from harvest.runner.corpus import TokenisedPrompt, load_prompts, load_tokenizer,
 from harvest.runner.lease_keeper import LeaseKeeper
 from harvest.runner.manifest import write_manifest
 from harvest.runner.projection import Projection
+from harvest.runner.retries import write_patiently
 from harvest.runner.shards import SAFETENSORS_DTYPES, ShardLayout, lay_out_shards
 from harvest.runner.statistics import RunningStatistics
 from harvest.runner.stopwatch import Stopwatch
@@ -167,7 +168,11 @@ class HarvestRun:
         """Runs in the uploads' thread: the sums first, so that a row always has them."""
         sums_key = f"{self._job.claim_prefix}/sums/sums_{index:05}.safetensors"
         self._storage.write(sums_key, sums.to_bytes())
-        services.record_shard(job_id=self._job.pk, owner=self._owner, index=index, stored=stored, sums_key=sums_key)
+        write_patiently(
+            lambda: services.record_shard(
+                job_id=self._job.pk, owner=self._owner, index=index, stored=stored, sums_key=sums_key
+            )
+        )
         self._stored[index] = stored
         self._progress.bytes_written += stored.bytes
 
@@ -205,7 +210,9 @@ class HarvestRun:
             "bytes_written": written,
             "timings": self._watch.timings(),
         }
-        return services.finish_harvest(job_id=self._job.pk, owner=self._owner, tokens=tokens, result=result)
+        return write_patiently(
+            lambda: services.finish_harvest(job_id=self._job.pk, owner=self._owner, tokens=tokens, result=result)
+        )
 
     def _write_small_file(self, key: str, content: bytes) -> StoredObject:
         """Write a file whose content is at hand, trying again: the whole run is done by now."""

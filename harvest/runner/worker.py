@@ -17,6 +17,7 @@ from acsinfra.core.storage import StorageError, get_storage
 from harvest import services
 from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
+from harvest.runner.retries import write_patiently
 from harvest.runner.stopwatch import Stopwatch
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
@@ -32,8 +33,9 @@ ENGINE_STATE: Final = settings.HOME / "engines"
 
 
 class Runner:
-    """Runs the jobs of `model` in the thread that calls `run_waiting_jobs`.
+    """Runs the jobs of `model` (with its `files`) in the thread that calls `run_waiting_jobs`.
 
+    What an operator changes of the model meanwhile acts at the next start, as the engine is loaded once.
     `is_stopping` says that the process was told to end: the job that runs is handed back.
     """
 
@@ -98,21 +100,21 @@ class Runner:
             HarvestRun(
                 job=job,
                 owner=self._owner,
-                model=BaseModel.objects.select_related("files").get(pk=self._model.pk),
+                model=self._model,
                 storage=get_storage(),
                 get_engine=self._loaded_engine,
                 keeper=keeper,
                 watch=watch,
             ).run()
         except RunStopped:
-            services.hand_back(job_id=job.pk, owner=self._owner)
+            self._hand_back(job)
             logger.info("harvest handed back")
         except FolderNotSharedError:
-            services.hand_back(job_id=job.pk, owner=self._owner)
+            self._hand_back(job)
             raise
         except StorageError as error:
             logger.warning("the storage failed; the job waits for it", reason=str(error))
-            services.hand_back(job_id=job.pk, owner=self._owner, because_storage_is_away=True)
+            self._hand_back(job, because_storage_is_away=True)
         except RequestFault as error:
             logger.warning("a prompt failed", reason=str(error))
             self._fail_try(job, _sentence_about_prompt(error))
@@ -130,7 +132,14 @@ class Runner:
             self._fail_try(job, "The runner failed while it ran this job.")
 
     def _fail_try(self, job: HarvestJob, error: str) -> None:
-        services.fail_try(job_id=job.pk, owner=self._owner, error=error)
+        write_patiently(lambda: services.fail_try(job_id=job.pk, owner=self._owner, error=error))
+
+    def _hand_back(self, job: HarvestJob, *, because_storage_is_away: bool = False) -> None:
+        write_patiently(
+            lambda: services.hand_back(
+                job_id=job.pk, owner=self._owner, because_storage_is_away=because_storage_is_away
+            )
+        )
 
     def _loaded_engine(self) -> "HarvestEngine":
         """The engine, loaded at the first job. Raises EngineRefused."""

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 from acsinfra.quickstart.supervisor import Child
 from tests.harvest.harvests import assert_statistics, download, read_job, submit, wait_for
@@ -50,15 +52,16 @@ def wait_until(is_true: Callable[[], bool], *, seconds: float = 120) -> None:
 
 
 @contextmanager
-def second_runner(stack: Stack, name: str = "stack-runner-2") -> Iterator[Child]:
-    """Run another runner of the model `tiny` beside the stack's, until the block ends."""
-    supervisor = stack._supervisor
-    child = supervisor.spawn(name, [sys.executable, "manage.py", "runner", "tiny"], env=stack.env)
+def another_runner(stack: Stack, model: str) -> Iterator[Child]:
+    """Run a runner of `model` beside the stack's, from when it takes jobs until the block ends."""
+    supervisor, name = stack._supervisor, f"another-runner-of-{model}"
+    child = supervisor.spawn(name, [sys.executable, "manage.py", "runner", model], env=stack.env)
     try:
+        wait_until(lambda: "takes jobs" in child.log_text())
         yield child
+        child.check()
     finally:
-        if name in supervisor.children:
-            supervisor.stop(name)
+        supervisor.stop(name)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +163,7 @@ def test_progress_grows_while_a_job_runs(harvest_stack: Stack) -> None:
 
 def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) -> None:
     users = [harvest_stack.new_user(), harvest_stack.new_user()]
-    with second_runner(harvest_stack) as other:
-        wait_until(lambda: "takes jobs" in other.log_text())
+    with another_runner(harvest_stack, "tiny") as other:
         jobs = [
             (user, submit(harvest_stack, user, **{**LONG, "prompts": LONG["prompts"][:40]}))
             for _ in range(3)
@@ -202,17 +204,38 @@ def test_a_model_that_cannot_be_loaded_ends_the_job_with_one_sentence(
         (folder / path.name).write_bytes(path.read_bytes())
     (folder / "model.safetensors").write_bytes(b"not weights")
     harvest_stack.manage("addmodel", "broken", "--source", str(folder), "--dtype", "float32")
-    supervisor = harvest_stack._supervisor
-    child = supervisor.spawn("broken-runner", [sys.executable, "manage.py", "runner", "broken"], env=harvest_stack.env)
-    try:
-        wait_until(lambda: "takes jobs" in child.log_text())
+    with another_runner(harvest_stack, "broken"):
         job = submit(harvest_stack, model="broken", prompts=["Hello"])
         ended = wait_for(harvest_stack, job["job_id"])
         assert (ended["status"], ended["tokens"], ended["error"]) == ("failed", 0, "The model could not be loaded.")
         assert row(harvest_stack, job)["tries"] == 3
-        child.check()
-    finally:
-        supervisor.stop("broken-runner")
+
+
+def test_a_model_in_bfloat16_gives_bfloat16(harvest_stack: Stack) -> None:
+    harvest_stack.manage("addmodel", "tiny-bf16", "--source", str(harvest_stack.tiny_model), "--dtype", "bfloat16")
+    texts = ["Hello", TEXT, TEXT * 40]
+    with another_runner(harvest_stack, "tiny-bf16"):
+        job = submit(harvest_stack, model="tiny-bf16", prompts=texts, layers="all")
+        done = wait_for(harvest_stack, job["job_id"])
+    truth = download(wait_for(harvest_stack, submit(harvest_stack, prompts=texts, layers="all")["job_id"]))
+    result = done["result"]
+    assert httpx.get(result["manifest_url"]).json()["dtype"] == "bfloat16"
+    tensors = safetensors.torch.load(httpx.get(result["shard_urls"][0]).content)
+    kept = []
+    for index in range(3):
+        values = tensors[f"prompt_{index}"]
+        assert values.dtype == torch.bfloat16
+        assert tensors[f"tokens_{index}"].tolist() == truth.ids[index]
+        # A bfloat16 has 8 bits of mantissa; four layers of them stay within a few steps of the float32 stream.
+        error = np.abs(values.float().numpy() - truth.values[index])
+        assert np.median(error) < 2**-7 * np.abs(truth.values[index]).mean()
+        kept.append(values[:, 1:].double().numpy())
+    rows = np.concatenate(kept, axis=1)
+    stats = safetensors.torch.load(httpx.get(result["stats_url"]).content)
+    assert stats["count"].tolist() == [rows.shape[1]]
+    mean, std = rows.mean(axis=1), rows.std(axis=1)
+    assert (np.abs(stats["mean"].numpy() - mean) <= 1e-5 * (np.abs(mean) + std)).all()
+    assert (np.abs(stats["std"].numpy() - std) <= 1e-5 * 2 * std).all()
 
 
 def test_files_in_s3_are_read_by_presigned_links(harvest_stack: Stack, s3_server: S3Server) -> None:
