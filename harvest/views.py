@@ -105,7 +105,7 @@ class HarvestView(ApiView):
         )
         return Response(await _answer(request, job_id), headers={} if has_waited else DECLINED)
 
-    @extend_schema(operation_id="delete_harvest", responses=HarvestJobSerializer)
+    @extend_schema(operation_id="delete_harvest", responses={200: HarvestJobSerializer})
     async def delete(self, request: Request, job_id: uuid.UUID) -> Response:
         """Cancel the job, and answer it. One that has ended stays as it is."""
         return await _cancel(request, job_id)
