@@ -22,11 +22,18 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
     django.setup()
+    from django.core.exceptions import FieldError, ValidationError
     from django.core.management import call_command
+
+    from inference.checkpoints import CheckpointError
 
     call_command("migrate", verbosity=0, interactive=False)
     for model in request["models"]:
-        save_model(**model)
+        try:
+            save_model(**model)
+        except (AttributeError, CheckpointError, FieldError, TypeError, ValidationError) as error:
+            sentences = error.messages if isinstance(error, ValidationError) else [str(error)]
+            sys.exit(f"The model {model['name']}: {' '.join(sentences)}")
     json.dump(renew_operator(), answers)
 
 
