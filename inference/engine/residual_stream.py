@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from inference.engine.row_files import RowWriter
@@ -187,7 +188,10 @@ class ResidualStream:
     # Inside ----------------------------------------------------------------------------------------------------
 
     def _admit(self, request_id: str, parameters: Any) -> None:
-        options = decode_options(parameters.extra_args)
+        try:
+            options = decode_options(parameters.extra_args)
+        except msgspec.MsgspecError:
+            return  # nobody takes it up, which its front sees
         if options is None:
             return
         if options.temperature is not None:

@@ -179,10 +179,11 @@ def test_an_error_in_a_worker_is_a_fault_and_never_an_answer(
 
 
 def test_options_that_no_worker_took_up_are_a_fault(roomy: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose options were lost on the way is not answered as if it had none."""
-    monkeypatch.setattr("inference.engine.open_request.encode_options", lambda _options: {f"not-{EXTRA_ARGS_KEY}": b""})
-    with pytest.raises(RequestFault, match="did not take up"):
-        roomy.answer(make_request(make_prompt(9), steering=[make_vector(make_values(1, HIDDEN), (1,))]))
+    """A request whose options were lost or garbled on the way is not answered as if it had none."""
+    for lost in ({f"not-{EXTRA_ARGS_KEY}": b""}, {EXTRA_ARGS_KEY: b"garbled"}):
+        monkeypatch.setattr("inference.engine.open_request.encode_options", lambda _options, lost=lost: lost)
+        with pytest.raises(RequestFault, match="did not take up"):
+            roomy.answer(make_request(make_prompt(9), steering=[make_vector(make_values(1, HIDDEN), (1,))]))
     assert_nothing_left(roomy)
 
 
