@@ -1,5 +1,6 @@
 """`manage.py quickstart`: from one command to the first harvest."""
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ class Command(BaseCommand):
         quickstart = Quickstart(home=home, host=host, port=port)
         try:
             report = quickstart.run()
-            self.stdout.write(report.as_json() if as_json else self._describe(report, quickstart))
+            self.stdout.write(report.as_json() if as_json else self._describe(report, quickstart, goes_on=not once))
             self.stdout.flush()
             if not once:
                 self._serve(quickstart)
@@ -60,7 +61,7 @@ class Command(BaseCommand):
         except Stopped:
             self.stderr.write("Stopping every process …")
 
-    def _describe(self, report: Report, quickstart: Quickstart) -> str:
+    def _describe(self, report: Report, quickstart: Quickstart, *, goes_on: bool) -> str:
         shard = report.shards[0]
         tensors = list(shard.tensors.items())
         lines = [
@@ -70,19 +71,22 @@ class Command(BaseCommand):
             f"{report.harvest['tokens']} tokens, layers {report.harvest['layers']}.",
             f"{shard.file}:",
             *(f"  {name:<10} {tensor['dtype']:<9} {tensor['shape']}" for name, tensor in tensors[:6]),
-            f"  and {len(tensors) - 6} more tensors." if len(tensors) > 6 else "",
+            f"  and {len(tensors) - 6} more tensors.",
             "",
-            f"API       {report.base_url}",
-            f"API key   {report.api_key}",
-            f"App       {report.app_url}",
-            f"Sign in   {report.username} / {report.password}",
-            f"Models    {', '.join(report.models)}",
             f"Data      {quickstart.home}  (logs in {quickstart.supervisor.logs})",
-            "",
-            f'curl {report.base_url}/completions -H "Authorization: Bearer {report.api_key}" \\',
-            f'  -H "Content-Type: application/json" -d \'{{"model": "{report.models[0]}", '
-            f'"prompt": "{PROMPT}", "max_tokens": 16}}\'',
         ]
+        if goes_on:
+            body = json.dumps({"model": report.models[0], "prompt": PROMPT, "max_tokens": 16})
+            lines += [
+                f"API       {report.base_url}",
+                f"API key   {report.api_key}",
+                f"App       {report.app_url}",
+                f"Sign in   {report.username} / {report.password}",
+                f"Models    {', '.join(report.models)}",
+                "",
+                f'curl {report.base_url}/completions -H "Authorization: Bearer {report.api_key}" \\',
+                f"  -H \"Content-Type: application/json\" -d '{body}'",
+            ]
         return "\n".join(lines)
 
 
