@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_an_error(fragile: S
     (broken / "model.safetensors").write_bytes(b"not weights")
     command = [*fragile._command("inference")[:-1], "broken"]
     child = fragile._supervisor.spawn("fragile-broken", command, env=fragile.env)
-    for _ in range(1800):
+    for _ in range(6000):
         if child.process.poll() is not None:
             break
         time.sleep(0.1)
