@@ -11,6 +11,7 @@ from accounts.models import User
 from acsinfra.core.db import fetch_one
 from acsinfra.core.errors import invalid, not_found
 from harvest.models import HarvestJob
+from inference.models import Engine
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,14 @@ def list_harvests(
 
 
 def models_with_waiting_jobs() -> list[str]:
-    """The names of models that have jobs ready to be claimed."""
+    """The names of models that have jobs ready to be claimed and a runner to tell of them."""
     ready = Q(retry_at__isnull=True) | Q(retry_at__lte=Now())
-    waiting = HarvestJob.objects.filter(ready, status=HarvestJob.Status.PENDING)
+    waiting = HarvestJob.objects.filter(
+        ready,
+        status=HarvestJob.Status.PENDING,
+        base_model__engines__kind=Engine.Kind.RUNNER,
+        base_model__engines__heartbeat_at__gte=Now() - settings.ENGINE_SILENT_AFTER,
+    )
     return list(waiting.order_by().values_list("base_model__name", flat=True).distinct())
 
 

@@ -168,7 +168,7 @@ def fail_try(*, job_id: uuid.UUID, owner: uuid.UUID, error: str) -> HarvestJob:
 def hand_back(*, job_id: uuid.UUID, owner: uuid.UUID, because_storage_is_away: bool = False) -> HarvestJob:
     """Put a running job back in line without counting a try: its runner stops, or the storage is away.
 
-    A storage that is away makes it wait longer each time, and ends it `failed` after some 5 hours.
+    A storage that is away makes it wait longer each time, and ends it `failed` after some 4 hours.
     Raises LeaseLostError.
     """
     with transaction.atomic():

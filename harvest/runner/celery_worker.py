@@ -4,12 +4,12 @@ import logging
 from typing import Any, Final
 
 import structlog
-from celery import signals
+from celery import bootsteps, signals
 from celery.worker import state
 from django.conf import settings
 
 from acsinfra.celery import app
-from harvest.runner.worker import Runner, RunnerRegistration
+from harvest.runner.worker import RunnerRegistration, running_runner
 from harvest.services import runner_queue
 
 logger = structlog.get_logger(__name__)
@@ -19,6 +19,23 @@ LOOK_SECONDS: Final = 2.0
 QUIET_LOGGERS: Final = ("celery.worker.strategy", "celery.app.trace")
 
 
+class LookOften(bootsteps.StartStopStep):
+    """Has the runner look every few seconds while it is connected to the broker.
+
+    With the Redis transport Celery's timer is its event loop's, so a look runs in the main thread, between messages.
+    """
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        """Begin to look."""
+        self._looks = parent.timer.call_repeatedly(LOOK_SECONDS, running_runner().run_waiting_jobs)
+
+    def stop(self, parent: Any) -> None:
+        """Look no more: the connection was lost, or the worker stops."""
+        self._looks.cancel()
+
+
 def is_told_to_stop() -> bool:
     """Whether Celery's signal handlers have seen a SIGTERM or SIGINT."""
     # They hold an exit code, which is 0 for a SIGTERM.
@@ -26,18 +43,14 @@ def is_told_to_stop() -> bool:
     return any(flag is not None and flag is not False for flag in flags)
 
 
-def run_celery_worker(runner: Runner, registration: RunnerRegistration) -> None:
+def run_celery_worker(registration: RunnerRegistration) -> None:
     """Take "look" messages of the runner's model, and look every few seconds, until a SIGTERM or SIGINT."""
     # Logging is set up already; a receiver of this signal keeps Celery from doing it again.
     signals.setup_logging.connect(_keep_logging, weak=False)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
 
-    def look_often(sender: Any, **_: object) -> None:
-        # Celery's own timer runs in the main thread, between messages.
-        sender.timer.call_repeatedly(LOOK_SECONDS, runner.run_waiting_jobs)
-
-    signals.worker_ready.connect(look_often, weak=False)
+    app.steps["consumer"].add(LookOften)
     app.conf.broker_connection_max_retries = None
     model = registration.engine.base_model.name
     worker = app.Worker(

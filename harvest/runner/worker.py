@@ -212,7 +212,7 @@ def run(*, model: BaseModel, checkpoint: str) -> int:
         return 1
     registration = RunnerRegistration(model=model, on_removed=end_process)
     try:
-        run_celery_worker(_runner, registration)
+        run_celery_worker(registration)
     finally:
         registration.leave()
         _runner.shut_down()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from redis import Redis
 
 from acsinfra.quickstart.supervisor import Child
 from tests.harvest.harvests import assert_statistics, download, read_job, submit, wait_for
@@ -179,7 +180,9 @@ def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) 
 
 
 def test_a_job_that_only_the_row_tells_of_is_found(harvest_stack: Stack) -> None:
-    """No message: the row alone, as after a broker that lost all it had."""
+    """No message, the row alone, and a broker that dropped every connection: as after its restart without its data."""
+    with Redis.from_url(harvest_stack.env["BROKER_URL"]) as broker:
+        broker.client_kill_filter(_type="normal", skipme=True)
     code = """
 from harvest.models import *
 from harvest import services

@@ -16,7 +16,8 @@ from accounts.models import ApiKey, User
 from acsinfra.core.storage import get_storage
 from harvest import services, tasks
 from harvest.models import FilesToDelete, HarvestJob
-from inference.models import BaseModel
+from inference.models import BaseModel, Engine
+from inference.services import register_engine
 from tests.harvest.conftest import claim, let_the_lease_run_out, plan_for
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -48,6 +49,7 @@ def test_a_submit_tells_the_runners_to_look(looks: Redis, job: HarvestJob) -> No
 def test_a_sweep_puts_work_back_and_says_look(job: HarvestJob, model: BaseModel, looks: Redis) -> None:
     claim(model)
     let_the_lease_run_out(job.pk)
+    register_engine(model=model, kind=Engine.Kind.RUNNER)
     looks.delete(services.runner_queue("tiny"))
     tasks.sweep()
     tasks.sweep()
@@ -56,7 +58,14 @@ def test_a_sweep_puts_work_back_and_says_look(job: HarvestJob, model: BaseModel,
     assert set(messages(looks)) == {services.LOOK}
 
 
-def test_nothing_waits_and_nobody_is_told(job: HarvestJob, looks: Redis) -> None:
+def test_without_a_runner_no_message_is_left_for_one(job: HarvestJob, looks: Redis) -> None:
+    looks.delete(services.runner_queue("tiny"))
+    tasks.sweep()
+    assert messages(looks) == []
+
+
+def test_nothing_waits_and_nobody_is_told(job: HarvestJob, model: BaseModel, looks: Redis) -> None:
+    register_engine(model=model, kind=Engine.Kind.RUNNER)
     services.cancel_harvest(job_id=job.pk)
     looks.delete(services.runner_queue("tiny"))
     tasks.sweep()
