@@ -266,7 +266,7 @@ def test_the_readmes_examples_run(second: dict[str, Any]) -> None:
     curl = next(block for block in re.findall(r"```sh\n(.*?)```", readme, re.DOTALL) if "curl" in block)
     for name in ("ACS_API_BASE", "ACS_API_KEY"):
         curl = curl.replace(f"${name}", env[name])
-    _, url, _, key, _, content_type, _, body = shlex.split(curl[curl.index("curl") :])
+    _, url, _, key, _, content_type, _, body = shlex.split(curl[curl.index("curl") :].replace("\\\n", " "))
     headers = dict(header.split(": ", 1) for header in (key, content_type))
     curled = httpx.post(url, headers=headers, content=body).json()
 
