@@ -28,11 +28,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         "gpt_neox.layers",
     ),
     "cohere, the first of a pair": ("cohere", {**_LLAMA_LIKE, "logit_scale": 1.0}, "model.layers"),
-    "gemma2, delta and residual with four norms": (
-        "gemma2",
-        {**_LLAMA_LIKE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
-        "model.layers",
-    ),
     "qwen2, delta and residual": ("qwen2", _LLAMA_LIKE, "model.layers"),
 }
 
