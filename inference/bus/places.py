@@ -15,9 +15,10 @@ GRANTED = 1
 WAITS = 0
 FULL = -1
 RETRY_AFTER_SECONDS = 1
+ALL_ASK_EVERY = 5
 
 _SHARED = """
-local running, waiting, turn = KEYS[1], KEYS[2], KEYS[3]
+local running, waiting, turn, swept = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local me, at_once = ARGV[1], tonumber(ARGV[2])
 local known = {}
 local function lives(member)
@@ -26,6 +27,8 @@ local function lives(member)
   return known[process]
 end
 local function sweep()
+  -- It looks at every member: once a second, however many ask.
+  if not redis.call('SET', swept, '1', 'PX', 1000, 'NX') then return end
   for _, member in ipairs(redis.call('SMEMBERS', running)) do
     if not lives(member) then redis.call('SREM', running, member) end
   end
@@ -107,10 +110,10 @@ class Place:
         if not self.granted.done():
             self.granted.set_result(None)
 
-    def redis_keys(self) -> tuple[str, str, str]:
+    def redis_keys(self) -> tuple[str, str, str, str]:
         """The keys of the scripts."""
         base = f"acs:places:{self.key}"
-        return f"{base}:running", f"{base}:waiting", f"{base}:turn"
+        return f"{base}:running", f"{base}:waiting", f"{base}:turn", f"{base}:swept"
 
 
 class Places:
@@ -120,6 +123,7 @@ class Places:
         self._process = process
         self._courier = courier
         self._waiting: dict[str, Place] = {}
+        self._looks = 0
 
     async def claim(self, *, key: str, request_id: str, at_once: int, queued: int) -> Place:
         """Get in line for a place of API key `key`; the caller awaits `granted` and releases it in every case.
@@ -153,14 +157,20 @@ class Places:
     def release(self, place: Place) -> None:
         """Give the place back, or leave the line; the next in line gets it."""
         self._waiting.pop(place.request_id, None)
-        self._courier.post("EVAL", RELEASE, 3, *place.redis_keys(), place.member, place.at_once)
+        self._courier.post("EVAL", RELEASE, 4, *place.redis_keys(), place.member, place.at_once)
 
     async def look_again(self) -> None:
-        """Ask how things stand for all that wait: a process that died holds no place, and no word may be lost."""
+        """Ask how things stand: a process that died holds no place, and no word may be lost.
+
+        One of each key asks every time, which frees the places of the dead; all that wait, now and then.
+        """
+        self._looks += 1
         waiting = list(self._waiting.values())
+        if self._looks % ALL_ASK_EVERY:
+            waiting = list({place.key: place for place in waiting}.values())
         for place, answer in zip(waiting, await asyncio.gather(*map(self._ask, waiting)), strict=True):
             if answer == GRANTED:
                 self.grant(place.request_id)
 
     async def _ask(self, place: Place) -> object:
-        return await self._courier.ask("EVAL", CLAIM, 3, *place.redis_keys(), place.member, place.at_once, place.queued)
+        return await self._courier.ask("EVAL", CLAIM, 4, *place.redis_keys(), place.member, place.at_once, place.queued)

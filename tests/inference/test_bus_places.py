@@ -1,6 +1,7 @@
 """The places of a key, decided by Redis for all API processes at once."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -40,7 +41,7 @@ async def claim(bus: Bus, key: str, name: str, *, at_once: int = 2, queued: int 
     return await bus.places.claim(key=key, request_id=name, at_once=at_once, queued=queued)
 
 
-async def settle(place: Place, *, seconds: float = 3.0) -> None:
+async def settle(place: Place, *, seconds: float = 10.0) -> None:
     async with asyncio.timeout(seconds):
         await place.granted
 
@@ -124,3 +125,16 @@ async def test_nothing_is_left_when_all_have_gone(buses: list[Bus], broker: Brok
     await buses[0]._courier.ask("PING")
     with broker.client() as client:
         assert client.exists("acs:places:gone:running", "acs:places:gone:waiting") == 0
+
+
+async def test_thousands_in_line_do_not_slow_each_other(buses: list[Bus]) -> None:
+    started = time.monotonic()
+    places = [await claim(buses[0], "crowd", "r0", at_once=500, queued=5000)]
+    places += await asyncio.gather(
+        *(claim(buses[number % 2], "crowd", f"r{number}", at_once=500, queued=5000) for number in range(1, 2500))
+    )
+    for number, place in enumerate(places):
+        await settle(place, seconds=30)
+        buses[number % 2].places.release(place)
+    # Looking at every member for each that comes and goes took minutes.
+    assert time.monotonic() - started < 30
