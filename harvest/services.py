@@ -151,6 +151,9 @@ def finish_harvest(*, job_id: uuid.UUID, owner: uuid.UUID, tokens: int, result: 
         job.bytes_written = result["bytes_written"]
         job.prompts_done, job.tokens_done = job.n_prompts, tokens
         _end(job, HarvestJob.Status.DONE, tokens=charged, result={**result, "tokens": charged})
+        # The sums of the shards were for a run that begins again.
+        for folder in {sums_key.rpartition("/")[0] for sums_key in job.shards.values_list("sums_key", flat=True)}:
+            FilesToDelete.objects.get_or_create(prefix=folder, defaults={"not_before": timezone.now()})
     return job
 
 

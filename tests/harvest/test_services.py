@@ -307,8 +307,11 @@ def test_deleting_files_takes_prompts_shards_and_storage(job: HarvestJob, model:
         services.delete_files(job_id=job.pk)
     claimed = claim(model)
     stored = get_storage().write(f"{claimed.claim_prefix}/shard_00000.safetensors", b"values")
-    services.record_shard(job_id=job.pk, owner=OWNER, index=0, stored=stored, sums_key="s")
+    sums = get_storage().write(f"{claimed.claim_prefix}/sums/sums_00000.safetensors", b"sums")
+    services.record_shard(job_id=job.pk, owner=OWNER, index=0, stored=stored, sums_key=sums.key)
     services.finish_harvest(job_id=job.pk, owner=OWNER, tokens=7, result=RESULT)
+    assert services.delete_unneeded_files() == 1
+    assert get_storage().keys(job.storage_prefix) == [stored.key]
     services.delete_files(job_id=job.pk)
     services.delete_files(job_id=job.pk)
     job.refresh_from_db()
