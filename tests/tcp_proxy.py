@@ -40,6 +40,11 @@ class TcpProxy:
                     near, _ = listener.accept()
                     far = socket.create_connection(("127.0.0.1", self._target_port))
                     with self._lock:
+                        if listener.fileno() < 0:
+                            # Cut while this connection was being made.
+                            _close(near)
+                            _close(far)
+                            return
                         self._pairs.append((near, far))
                     threading.Thread(target=_pass_on, args=(near, far), daemon=True).start()
 

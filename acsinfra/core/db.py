@@ -7,6 +7,8 @@ through `connection()` or `fetch_one`; everything else is a sync function throug
 import asyncio
 import contextvars
 import functools
+import math
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -17,17 +19,50 @@ import psycopg
 from django.db import connections
 from psycopg import AsyncConnection
 from psycopg.abc import Params
-from psycopg_pool import AsyncConnectionPool
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 POOL_SIZE = (2, 8)
 # A database that is away must show within seconds: waiting for a connection, connecting, and a dead network.
 GET_CONNECTION_SECONDS = 3.0
+# A burst of requests is no outage: it waits its turn for this long.
+TURN_SECONDS = 30.0
 CONNECT_SECONDS = 3
 DEAD_NETWORK_MS = 5_000
 STATEMENT_MS = 10_000
 
 type Row = tuple[Any, ...]
-type Pool = AsyncConnectionPool[AsyncConnection[Row]]
+
+
+class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
+    """A pool that tells a burst of steps, which take turns, from a database that is away, which ends their wait."""
+
+    def __init__(self, **options: Any) -> None:
+        """Make a pool; `max_size` steps have their turn at once."""
+        super().__init__(**options)
+        self._turns = asyncio.Semaphore(self.max_size)
+        self._failed_at = -math.inf
+
+    @asynccontextmanager
+    async def connection(self, timeout: float | None = None) -> AsyncGenerator[AsyncConnection[Row]]:  # noqa: ASYNC109 (psycopg_pool's signature)
+        """A connection for one step. Raises PoolTimeout within seconds when there is none to be had."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise PoolTimeout(f"no turn on the database within {TURN_SECONDS:g} s") from None
+        try:
+            # Whoever has waited while another got none need not try for as long again.
+            if self._failed_at > began:
+                raise PoolTimeout("the database is away")
+            async with super().connection(timeout) as taken:
+                yield taken
+        except PoolTimeout:
+            self._failed_at = time.monotonic()
+            raise
+        finally:
+            self._turns.release()
+
 
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Pool] = WeakKeyDictionary()
 
@@ -58,7 +93,7 @@ async def async_pool() -> Pool:
     pool = _pools.get(loop)
     if pool is None:
         low, high = POOL_SIZE
-        pool = _pools[loop] = AsyncConnectionPool(
+        pool = _pools[loop] = Pool(
             min_size=low,
             max_size=high,
             timeout=GET_CONNECTION_SECONDS,

@@ -55,6 +55,23 @@ async def test_waiting_requests_hold_no_connection(pool: db.Pool) -> None:
     assert pool.get_stats()["pool_size"] <= 8
 
 
+async def test_a_burst_waits_its_turn_longer_than_for_a_database_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "GET_CONNECTION_SECONDS", 0.5)
+    started = time.monotonic()
+    rows = await asyncio.gather(*(db.fetch_one("SELECT pg_sleep(0.1)") for _ in range(96)))
+    assert time.monotonic() - started > 1.0
+    assert len(rows) == 96
+    await db.close_async_pool()
+
+
+async def test_those_who_wait_behind_a_database_that_is_away_fail_with_it(proxy: TcpProxy, pool: db.Pool) -> None:
+    proxy.cut()
+    started = time.monotonic()
+    answers = await asyncio.gather(*(db.fetch_one("SELECT 1") for _ in range(200)), return_exceptions=True)
+    assert all(isinstance(answer, psycopg.OperationalError) for answer in answers)
+    assert time.monotonic() - started < 10
+
+
 async def test_a_failed_statement_leaves_a_usable_connection(pool: db.Pool) -> None:
     for _ in range(20):
         with pytest.raises(psycopg.errors.UndefinedTable):
