@@ -35,7 +35,7 @@ async def prepare_completion(body: dict[str, Any], *, catalogue: Catalogue, requ
 
     prompts = await _tokenise(given, fields["add_special_tokens"], model)
     max_tokens = _max_tokens(fields, given, prompts, model, layers)
-    _check_whole_vocabulary(fields, given, prompts)
+    _check_whole_vocabulary(fields, given, prompts, model)
     last_position = len(prompts[0]) + max(1, max_tokens) - 2
     _named("apply_steering_vectors", check_positions, vectors, last_position)
     steering = await _decode(vectors)
@@ -174,18 +174,20 @@ def _prompt_too_long(param: str, n_tokens: str, model: CatalogueModel) -> ApiErr
     )
 
 
-def _check_whole_vocabulary(fields: Fields, given: GivenPrompts, prompts: Prompts) -> None:
+def _check_whole_vocabulary(fields: Fields, given: GivenPrompts, prompts: Prompts, model: CatalogueModel) -> None:
     """Bound what `prompt_logprobs: -1` answers, which is a number for each token of the vocabulary at each position."""
     if fields.get("prompt_logprobs") != WHOLE_VOCABULARY:
         return
-    total, limit = 0, settings.FULL_VOCAB_MAX_PROMPT_TOKENS
+    limit = model.full_vocab_max_prompt_tokens
+    # Each of the n choices has them.
+    total = 0
     for index, ids in enumerate(prompts):
-        total += len(ids)
+        total += len(ids) * fields["n"]
         if total > limit:
             raise ApiError(
                 ErrorCode.FULL_VOCAB_PROMPT_TOO_LONG,
-                f"prompt_logprobs -1 is taken for at most {limit:,} prompt tokens in a request, and the prompts have "
-                f"{sum(map(len, prompts)):,}.",
+                f"prompt_logprobs -1 is taken for at most {limit:,} prompt tokens in a request to {model.name}, and "
+                f"the prompts have {sum(map(len, prompts)) * fields['n']:,} (each of the n choices counts).",
                 param=given.param(index),
             )
 

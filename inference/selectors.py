@@ -96,6 +96,15 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
         """The longest prompt whose activations at every layer fit `settings.MAX_ACTIVATION_BYTES`, in tokens."""
         return min(self.max_model_len, self._captured_tokens_at_most(self.n_layers))
 
+    @property
+    def full_vocab_max_prompt_tokens(self) -> int:
+        """The prompt tokens of one request that may have the logprobs of the whole vocabulary.
+
+        Each of those is an object in vLLM and in the answer, so a large vocabulary has fewer.
+        """
+        limit: int = min(settings.FULL_VOCAB_MAX_PROMPT_TOKENS, settings.FULL_VOCAB_MAX_LOGPROBS // self.vocab_size)
+        return max(1, min(self.max_model_len, limit))
+
     def activation_tokens(self, n_layers_asked: int) -> int:
         """The most tokens that a capture of so many layers may have."""
         return min(self.max_model_len, self._captured_tokens_at_most(self.n_layers) * self.n_layers // n_layers_asked)
@@ -127,7 +136,7 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
                 "steering": True,
                 "harvest": self.has_harvest,
                 "max_activation_prompt_tokens": self.max_activation_prompt_tokens,
-                "full_vocab_max_prompt_tokens": min(self.max_model_len, settings.FULL_VOCAB_MAX_PROMPT_TOKENS),
+                "full_vocab_max_prompt_tokens": self.full_vocab_max_prompt_tokens,
             },
         }
 

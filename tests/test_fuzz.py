@@ -151,7 +151,10 @@ def _odd_field_cases(random_: random.Random) -> Iterator[Case]:
 
 def _named_field_cases() -> Iterator[Case]:
     """A minimal body with one field that cannot be valid: the answer names that field."""
-    minimal = {"completions": {"model": "tiny", "prompt": "a", "max_tokens": 2}, "harvest": {"model": "tiny"}}
+    minimal: dict[str, dict[str, Any]] = {
+        "completions": {"model": "tiny", "prompt": "a", "max_tokens": 2},
+        "harvest": {"model": "tiny"},
+    }
     minimal["harvest"]["prompts"] = ["a"]
     never_valid: tuple[Any, ...] = ({"a": 1}, [{"b": 1}], 10**400, "\x00", [["\ud800"]], -(10**20), [[[]]])
     for route, body in ROUTES.items():
@@ -203,25 +206,32 @@ def _broken_json_cases(random_: random.Random) -> Iterator[Case]:
         for content in odd:
             yield Case("POST", route, content, headers)
         for _ in range(500):
-            content = bytearray(_dump(body))
+            mutated = bytearray(_dump(body))
             for _ in range(random_.randint(1, 6)):
-                place = random_.randrange(len(content))
+                place = random_.randrange(len(mutated))
                 act = random_.randrange(3)
                 if act == 0:
-                    content[place] = random_.randrange(256)
+                    mutated[place] = random_.randrange(256)
                 elif act == 1:
-                    del content[place : place + random_.randint(1, 40)]
+                    del mutated[place : place + random_.randint(1, 40)]
                 else:
-                    content[place:place] = random_.randbytes(random_.randint(1, 8))
-                if not content:
-                    content = bytearray(b"{")
-            yield Case("POST", route, bytes(content), headers)
+                    mutated[place:place] = random_.randbytes(random_.randint(1, 8))
+                if not mutated:
+                    mutated = bytearray(b"{")
+            yield Case("POST", route, bytes(mutated), headers)
 
 
 def _odd_request_cases() -> Iterator[Case]:
     """Odd methods, paths, queries and headers."""
     body = _dump({"model": "tiny", "prompt": "a", "max_tokens": 1})
-    ids = ("0", "x", "..", "%00", "019a2f4c-1f0e-7c3a-9d55-3a1f0f3f6f1", "019a2f4c-1f0e-7c3a-9d55-3a1f0f3f6f10")
+    ids: tuple[str, ...] = (
+        "0",
+        "x",
+        "..",
+        "%00",
+        "019a2f4c-1f0e-7c3a-9d55-3a1f0f3f6f1",
+        "019a2f4c-1f0e-7c3a-9d55-3a1f0f3f6f10",
+    )
     ids += (
         "019a2f4c1f0e7c3a9d553a1f0f3f6f10",
         "%ff",
@@ -305,7 +315,7 @@ async def fuzzed(harvest_stack: Stack) -> AsyncIterator[Callable[[list[Case]], A
 
         async def send(case: Case) -> str:
             async with turns:
-                headers = {name: value.encode("latin-1", "replace") for name, value in case.headers.items()}
+                headers = {name.encode(): value.encode("latin-1", "replace") for name, value in case.headers.items()}
                 request = client.build_request(case.method, case.path, content=case.content, headers=headers)
                 return _check(case, await client.send(request))
 

@@ -46,9 +46,7 @@ def make_tiny_model(
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=_train_tokenizer(), bos_token=BOS_TOKEN, eos_token=EOS_TOKEN
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_train_tokenizer(), bos_token=BOS_TOKEN, eos_token=EOS_TOKEN)
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -66,7 +64,7 @@ def make_tiny_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:

@@ -114,6 +114,17 @@ def test_the_whole_vocabulary_is_taken_for_short_prompts_only(prepare: Preparer,
     assert prepare(prompt=[1] * 6, max_tokens=1, prompt_logprobs=100).sampling.prompt_logprobs == 100
 
 
+def test_a_large_vocabulary_is_taken_whole_for_fewer_prompt_tokens(prepare: Preparer, settings: Any) -> None:
+    settings.FULL_VOCAB_MAX_LOGPROBS = 49
+    assert prepare.of(vocab_size=10)(prompt=[1] * 4, max_tokens=1, prompt_logprobs=-1).sampling.prompt_logprobs == -1
+    assert (
+        _refusal(prepare.of(vocab_size=10), prompt=[1] * 5, max_tokens=1, prompt_logprobs=-1)[0]
+        == "full_vocab_prompt_too_long"
+    )
+    twice = {"prompt": [1] * 3, "max_tokens": 1, "n": 2, "prompt_logprobs": -1}
+    assert _refusal(prepare, **twice) == ("full_vocab_prompt_too_long", "prompt")
+
+
 # Activations
 
 
