@@ -1,5 +1,6 @@
 """What changes Users and keys."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -117,7 +118,7 @@ def import_keys(*, lines: Iterable[str]) -> ImportCount:
         if imported.email not in users:
             found = User.objects.filter(email__iexact=imported.email).first()
             users_made += found is None
-            users[imported.email] = found or create_user(username=imported.email, email=imported.email)
+            users[imported.email] = found or create_user(username=_free_username(imported.email), email=imported.email)
         ApiKey.objects.create(
             user=users[imported.email],
             name=imported.name,
@@ -126,6 +127,13 @@ def import_keys(*, lines: Iterable[str]) -> ImportCount:
             token_cap=imported.cap,
         )
     return ImportCount(made=len(parsed) - len(present), present=len(present), users_made=users_made)
+
+
+def _free_username(email: str) -> str:
+    """The address as a username: with `_` for what a username may not hold, and a number where it is taken."""
+    name = re.sub(r"[^\w.@+-]", "_", email, flags=re.ASCII)[:140]
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name], numbered) if not User.objects.filter(username=one).exists())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ urlpatterns = [
     path("v1/budget", BudgetView.as_view()),
     path("", include("inference.urls")),
     path("", include("harvest.urls")),
-    re_path(r"^v1(?:/|$)", views.unknown_route),
+    re_path(r"^(?:v1|files)(?:/|$)", views.unknown_route),
     path("admin/", admin.site.urls),
     path("", include("accounts.urls")),
 ]

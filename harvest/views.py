@@ -50,7 +50,8 @@ class HarvestsView(ApiView):
         plan = await in_thread_if(is_large, plan_harvest, fields, model)
         user, key = _caller(request)
         job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan)
-        await _require_runner(job, model)
+        # Shielded: whether or not the client waits for it, the job must end when no runner comes.
+        await asyncio.shield(asyncio.create_task(_require_runner(job, model), name="require-runner"))
         answer = job_as_json(job, base_url=base_url(request._request))
         return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
 

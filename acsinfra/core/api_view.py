@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from acsinfra.core.body_limit import BODY_PASSED_LIMIT
-from acsinfra.core.errors import ApiError, ErrorCode
+from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.parsers import check_content_type, parse_json
 from acsinfra.core.renderers import render_json
 from acsinfra.core.threads import in_thread_if
@@ -52,6 +52,9 @@ class ApiView(APIView):  # type: ignore[misc]
             raise ApiError(
                 ErrorCode.REQUEST_TOO_LARGE, f"The body is too large: at most {passed_limit:,} bytes are taken here."
             )
+        for name, texts in request._request.GET.lists():
+            if any("\x00" in text for text in (name, *texts)):
+                raise invalid(f"{name!a} holds a NUL character.", param=name.replace("\x00", "\\u0000"))
         if request.method == "POST" and self.takes_json:
             check_content_type(request.headers)
             body = request._request.body

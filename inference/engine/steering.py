@@ -23,11 +23,16 @@ class SteeringTensors:
         self._tensors: OrderedDict[bytes, torch.Tensor] = OrderedDict()
 
     def decode(self, vector: SteeringVector) -> torch.Tensor:
-        """Return the vector's values, float32 in its own shape, on the device."""
-        key = hashlib.sha256(vector.data).digest() + f"{vector.dtype}{vector.shape}".encode()
+        """Return the vector's values, float32 in its own shape, on the device; of length 1 each with norm_match."""
+        key = hashlib.sha256(vector.data).digest() + f"{vector.dtype}{vector.shape}{vector.norm_match}".encode()
         tensor = self._tensors.get(key)
         if tensor is None:
-            tensor = torch.from_numpy(steering_values(vector).copy()).to(self._device)
+            values = steering_values(vector)
+            if vector.norm_match:
+                # In float64, where no finite float32 vector's squares overflow or vanish.
+                exact = values.astype(np.float64)
+                values = (exact / np.linalg.norm(exact, axis=-1, keepdims=True)).astype(np.float32)
+            tensor = torch.from_numpy(values.copy()).to(self._device)
             self._tensors[key] = tensor
             self._bytes += tensor.nbytes
         self._tensors.move_to_end(key)
@@ -99,9 +104,7 @@ class PlacedVector:
             values = values[picks.to(values.device)]
         if not self._norm_match:
             return values * self._scale
-        stream_norm = torch.linalg.vector_norm(unsteered, dim=-1, keepdim=True)
-        own_norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
-        return values * (stream_norm / own_norm * self._scale)
+        return values * (torch.linalg.vector_norm(unsteered, dim=-1, keepdim=True) * self._scale)
 
 
 def steer_rows(

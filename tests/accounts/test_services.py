@@ -115,6 +115,16 @@ def test_an_import_makes_keys_and_the_users_they_need() -> None:
     assert known.api_keys.get().token_cap is None
 
 
+def test_an_import_takes_addresses_that_are_no_usernames_and_usernames_that_are_taken() -> None:
+    taken = make_user(username="carol@example.org", email="other@example.org")
+    import_keys(lines=[other(1, user_email="o'brien&x@example.org"), other(2, user_email="carol@example.org")])
+    made = User.objects.exclude(pk=taken.pk).order_by("email")
+    assert [(user.email, user.username) for user in made] == [
+        ("carol@example.org", "carol@example.org-2"),
+        ("o'brien&x@example.org", "o_brien_x@example.org"),
+    ]
+
+
 def test_a_second_import_changes_nothing() -> None:
     import_keys(lines=[line()])
     key = ApiKey.objects.get()

@@ -15,6 +15,7 @@ from pytest_django import Settings
 from accounts.models import ApiKey
 from harvest import services
 from harvest.models import HarvestJob
+from harvest.waiting import GRACE_SECONDS
 from inference import selectors
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
@@ -141,6 +142,22 @@ def test_without_a_runner_the_job_is_kept_as_failed(client: httpx.Client, settin
     assert job["completed_at"] is not None
 
 
+def test_without_a_runner_the_job_ends_also_when_its_client_has_left(
+    server: LiveServer, key_and_text: tuple[ApiKey, str], settings: Settings, tiny: BaseModel
+) -> None:
+    settings.RUNNER_GRACE /= 20
+    Engine.objects.all().delete()
+    with pytest.raises(httpx.ReadTimeout), server.client(key_and_text[1], timeout=0.5) as impatient:
+        submit(impatient)
+    job = HarvestJob.objects.get()
+    assert job.status == HarvestJob.Status.PENDING
+    deadline = time.monotonic() + 15
+    while job.status == HarvestJob.Status.PENDING and time.monotonic() < deadline:
+        time.sleep(0.2)
+        job.refresh_from_db()
+    assert (job.status, job.tokens) == (HarvestJob.Status.FAILED, 0)
+
+
 def test_a_silent_runner_is_none(client: httpx.Client, settings: Settings) -> None:
     settings.RUNNER_GRACE /= 60
     Engine.objects.update(heartbeat_at=Now() - settings.ENGINE_SILENT_AFTER)
@@ -254,6 +271,9 @@ def test_a_list_is_narrowed_by_status_and_model(client: httpx.Client) -> None:
         ("limit=1.0", "limit"),
         ("limit=", "limit"),
         ("status=lost", "status"),
+        ("model=%00", "model"),
+        ("status=%00", "status"),
+        ("other=a%00b", "other"),
         ("after=1", "after"),
         (f"after={NOBODY}", "after"),
     ],
@@ -322,6 +342,20 @@ def test_four_waits_of_a_key_at_once_and_a_fifth_is_declined(
         for answer in waiting:
             assert "X-Acs-Longpoll" not in answer.result().headers
             assert answer.result().json()["status"] == "cancelled"
+
+
+def test_a_short_wait_does_not_end_the_places_of_longer_ones(client: httpx.Client, job: HarvestJob) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        waiting = [threads.submit(client.get, f"/v1/harvest/{job.pk}?wait=40") for _ in range(3)]
+        time.sleep(1.0)
+        client.get(f"/v1/harvest/{job.pk}?wait=1")
+        # Past the short wait's own expiry.
+        time.sleep(GRACE_SECONDS + 1)
+        with ThreadPoolExecutor(2) as more:
+            answers = list(more.map(client.get, [f"/v1/harvest/{job.pk}?wait=3"] * 2))
+        services.cancel_harvest(job_id=job.pk)
+        assert all("X-Acs-Longpoll" not in answer.result().headers for answer in waiting)
+    assert sorted(answer.headers.get("X-Acs-Longpoll", "") for answer in answers) == ["", "declined"]
 
 
 def test_a_place_to_wait_comes_back_when_its_client_goes_away(

@@ -27,7 +27,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         password = None
         if not options["no_password"]:
-            password = sys.stdin.readline().rstrip("\n") if options["password_stdin"] else getpass.getpass()
+            password = _read_password(from_stdin=options["password_stdin"])
         try:
             if password is not None:
                 validate_password(password)
@@ -35,3 +35,12 @@ class Command(BaseCommand):
         except ValidationError as error:
             raise CommandError(" ".join(error.messages)) from None
         self.stdout.write(f"User {user.username} made.")
+
+
+def _read_password(*, from_stdin: bool) -> str:
+    if from_stdin:
+        return sys.stdin.readline().rstrip("\n")
+    try:
+        return getpass.getpass()
+    except EOFError:
+        raise CommandError("No password was given: use --password-stdin or --no-password.") from None

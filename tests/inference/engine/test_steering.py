@@ -133,6 +133,15 @@ def test_the_capture_holds_the_steered_stream_at_the_steered_layer(roomy: Engine
     np.testing.assert_allclose(steered - plain, np.broadcast_to(values, plain.shape), atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-19, 1.0, 1e19, 1e30])
+def test_norm_match_is_blind_to_the_length_of_the_vector(roomy: EngineThread, size: float) -> None:
+    plain = captured_stream(roomy.answer(make_request(PROMPT, capture=(2,), max_tokens=1)))
+    vector = make_vector((make_values(1, HIDDEN) * np.float32(size)).astype(np.float32), (2,), norm_match=True)
+    steered = captured_stream(roomy.answer(make_request(PROMPT, capture=(2,), steering=[vector], max_tokens=1)))
+    added = np.linalg.norm(steered - plain, axis=-1)
+    np.testing.assert_allclose(added, np.linalg.norm(plain, axis=-1), rtol=1e-4)
+
+
 def test_scale_zero_gives_exactly_the_unsteered_answer(roomy: EngineThread) -> None:
     plain = make_request(PROMPT, max_tokens=GENERATED, logprobs=3)
     zero = make_request(
