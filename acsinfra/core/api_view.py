@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from adrf.views import APIView
+from django.core.exceptions import TooManyFieldsSent
 from django.http import HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from rest_framework.request import Request
@@ -52,9 +53,7 @@ class ApiView(APIView):  # type: ignore[misc]
             raise ApiError(
                 ErrorCode.REQUEST_TOO_LARGE, f"The body is too large: at most {passed_limit:,} bytes are taken here."
             )
-        for name, texts in request._request.GET.lists():
-            if any("\x00" in text for text in (name, *texts)):
-                raise invalid(f"{name!a} holds a NUL character.", param=name.replace("\x00", "\\u0000"))
+        _check_query(request._request)
         if request.method == "POST" and self.takes_json:
             check_content_type(request.headers)
             body = request._request.body
@@ -64,6 +63,16 @@ class ApiView(APIView):  # type: ignore[misc]
     async def options(self, request: Request, *args: Any, **kwargs: Any) -> HttpResponseBase:
         """ApiMiddleware answers OPTIONS before any view."""
         return Response(status=204, headers={"Allow": ", ".join(self.allowed_methods)})
+
+
+def _check_query(request: HttpRequest) -> None:
+    try:
+        fields = request.GET.lists()
+    except TooManyFieldsSent:
+        raise invalid("The query string has too many fields.") from None
+    for name, texts in fields:
+        if any("\x00" in text for text in (name, *texts)):
+            raise invalid(f"{name!a} holds a NUL character.", param=name.replace("\x00", "\\u0000"))
 
 
 def _as_http(response: HttpResponseBase) -> HttpResponseBase:
