@@ -282,6 +282,7 @@ def test_a_home_that_is_in_use_is_refused(home: Path, models: Path, second: dict
     assert run.printed == ""
 
 
+@pytest.mark.long
 def test_two_homes_run_side_by_side_and_kill_9_of_one_ends_its_children_alone(
     tmp_path: Path, models: Path, second_run: Run, second: dict[str, Any]
 ) -> None:

@@ -162,6 +162,7 @@ def test_progress_grows_while_a_job_runs(harvest_stack: Stack) -> None:
         client.delete(f"harvest/{job['job_id']}")
 
 
+@pytest.mark.long
 def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) -> None:
     users = [harvest_stack.new_user(), harvest_stack.new_user()]
     with another_runner(harvest_stack, "tiny") as other:
@@ -214,6 +215,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_job_with_one_sentence(
         assert row(harvest_stack, job)["tries"] == 3
 
 
+@pytest.mark.long
 def test_a_model_in_bfloat16_gives_bfloat16(harvest_stack: Stack) -> None:
     harvest_stack.manage("addmodel", "tiny-bf16", "--source", str(harvest_stack.tiny_model), "--dtype", "bfloat16")
     texts = ["Hello", TEXT, TEXT * 40]
@@ -241,6 +243,7 @@ def test_a_model_in_bfloat16_gives_bfloat16(harvest_stack: Stack) -> None:
     assert (np.abs(stats["std"].numpy() - std) <= 1e-5 * 2 * std).all()
 
 
+@pytest.mark.long
 def test_files_in_s3_are_read_by_presigned_links(harvest_stack: Stack, s3_server: S3Server) -> None:
     harvest_stack.env["STORAGE_URL"], folder = s3_server.url, harvest_stack.env["STORAGE_URL"]
     for name, value in (("AWS_ACCESS_KEY_ID", "tests-access"), ("AWS_SECRET_ACCESS_KEY", "tests-secret")):

@@ -12,6 +12,7 @@ from tests.inference.engine.conftest import prepare_once
 from tests.inference.engine.reference import Float32Array
 from tests.inference.engine.requests import ALL_LAYERS, make_prompt
 
+pytestmark = pytest.mark.long
 PROMPT = make_prompt(50, seed=1)
 
 
