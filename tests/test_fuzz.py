@@ -90,7 +90,7 @@ ODD_HEADERS: Final = (
     ("host", "a b"),
     ("range", "bytes=0-1"),
     ("x-http-method-override", "DELETE"),
-    ("x-request-id", "\x01"),
+    ("x-request-id", "é"),
 )
 
 
@@ -239,7 +239,7 @@ def _odd_request_cases() -> Iterator[Case]:
         "019A2F4C-1F0E-7C3A-9D55-3A1F0F3F6F10",
         "%F0%9F%98%80",
     )
-    for method in ("GET", "PUT", "PATCH", "DELETE", "POST", "HEAD", "OPTIONS", "TRACE", "FOO"):
+    for method in ("GET", "PUT", "PATCH", "DELETE", "POST", "HEAD", "OPTIONS", "TRACE", "PROPFIND"):
         for path in ("completions", "harvest", "models", "nothing", "chat/completions", "models/tiny", "completions/"):
             yield Case(method, path, None, {})
         for one in ids:
