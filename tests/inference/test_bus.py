@@ -135,7 +135,7 @@ async def test_a_celery_worker_runs_what_was_published(broker: Broker, courier: 
 
     def consume() -> None:
         with worker:
-            for _ in range(500):
+            for _ in range(3000):
                 if len(received) >= 2:
                     break
                 time.sleep(0.02)
