@@ -210,7 +210,7 @@ async def test_a_worker_that_is_stopped_finishes_what_it_has(fragile: Stack) -> 
             await asyncio.sleep(0.1)
         assert process.returncode == 0, fragile.log("inference")[-3000:]
         assert not engine.is_running()
-        # A worker that was killed before leaves its row behind until it is silent for long enough; this one leaves none.
+        # A worker that was killed before leaves its row behind until it is silent; this one leaves none.
         left = "from inference.models import Engine; result = Engine.objects.filter(pid=pid).count()"
         assert fragile.django(left, pid=process.pid) == 0
         assert code_of(await client.post("completions", json=SHORT)) == (503, "model_unavailable")
