@@ -22,6 +22,7 @@ import psycopg
 import redis
 
 from acsinfra.quickstart.home import kept_secret
+from acsinfra.quickstart.processes import is_running
 from acsinfra.quickstart.supervisor import SERVERS, Child, ChildFailed, Supervisor
 
 POSTGRES_USER = "acsinfra"
@@ -170,17 +171,17 @@ class EmbeddedPostgres:
         partial.rename(self._data)
 
     def _remove_stale_pid_file(self) -> None:
-        """Remove a dead server's pid file: in a restarted container its pid may belong to anything by now."""
+        """Remove a dead server's pid file: its pid may belong to anything by now, or to a zombie for ever."""
         pid_file = self._data / "postmaster.pid"
         if not pid_file.exists():
             return
         lines = pid_file.read_text().splitlines()
         try:
-            process = psutil.Process(int(lines[0]))
-            is_alive = process.name() == "postgres" and abs(process.create_time() - int(lines[2])) < 10
+            pid, started = int(lines[0]), int(lines[2])
+            is_server = is_running(pid, started, within=10) and psutil.Process(pid).name() == "postgres"
         except (psutil.NoSuchProcess, ValueError, IndexError):
-            is_alive = False
-        if not is_alive:
+            is_server = False
+        if not is_server:
             pid_file.unlink()
 
     def _spawn(self) -> Child:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import psutil
 
+# How long a process may take from SIGKILL to its end: the kernel frees an engine's memory first.
+ORPHAN_SECONDS = 10
+
 
 @dataclass(frozen=True)
 class ProcessRecord:
@@ -44,17 +47,25 @@ class ProcessRecord:
 
     def is_running(self) -> bool:
         """Whether this very process still runs. A zombie does not."""
-        try:
-            process = psutil.Process(self.pid)
-            # The kernel counts start times in hundredths, from a boot time that may be adjusted a little.
-            return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 1
-        except psutil.NoSuchProcess:
-            return False
+        return is_running(self.pid, self.started, within=1)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to every process of the group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+def is_running(pid: int, started: float, *, within: float) -> bool:
+    """Whether process `pid` runs and started at `started` (Unix time) or up to `within` seconds from it.
+
+    The kernel counts start times in hundredths, from a boot time that may be adjusted a little. A zombie does not run,
+    though its number is still taken: a container whose first process reaps nothing keeps it for ever.
+    """
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started) < within
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
@@ -98,17 +109,24 @@ def _end(records: list[ProcessRecord]) -> None:
 
 
 def _end_orphans(groups: set[int], *, home: Path) -> None:
-    """End what a dead leader left in its group, such as an engine's own processes.
+    """End what a dead leader left in its group, such as an engine's own processes, and wait until it has ended.
 
     A group's number may have come to belong to others by now, so only what holds a file of the home open: its log.
     (Environments are no proof: programs that change their title overwrite them.)
     """
+    ended = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) in groups and any(
                 Path(file.path).is_relative_to(home) for file in process.open_files()
             ):
                 process.kill()
+                ended.append(process)
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while time.monotonic() < deadline and any(
+        is_running(process.pid, process.create_time(), within=1) for process in ended
+    ):
+        time.sleep(0.02)
 
 
 def guard(folder: Path) -> None:

@@ -148,6 +148,20 @@ def test_a_pid_file_whose_number_belongs_to_another_process_is_no_obstacle(home:
     first.close()
 
 
+def test_a_killed_server_that_nobody_reaps_is_no_obstacle(home: Path) -> None:
+    """As in a container whose first process reaps nothing: its number stays taken."""
+    first = Supervisor(home)
+    child = EmbeddedPostgres(first, durable=False).start()
+    child.process.kill()
+    while psutil.Process(child.process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    end_processes(home / "run")
+    EmbeddedPostgres(first, durable=False).start()
+    assert psutil.Process(child.process.pid).status() == psutil.STATUS_ZOMBIE
+    child.process.wait()
+    first.close()
+
+
 def test_kill_9_of_the_parent_ends_every_child(home: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHANS, str(home)], cwd=PROJECT, stdout=subprocess.PIPE, text=True

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from inference.bus import keys
 from tests import conftest
 from tests.inference.broker import Broker
 from tests.inference.second_api import second_api
@@ -190,14 +191,23 @@ async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile
         assert not engine.is_running()
 
 
-async def test_a_worker_that_is_stopped_finishes_what_it_has(fragile: Stack) -> None:
+async def test_a_worker_that_is_stopped_finishes_what_it_has(fragile: Stack, broker: Broker) -> None:
     async with fragile.async_client() as client:
         await until_served(client)
         engine = engine_process(fragile)
         process = fragile.children["inference"].process
+        with broker.client() as connection:
+            before = set(connection.keys(keys.published("*")))
+            whole = [asyncio.create_task(client.post("completions", json=SOME)) for _ in range(3)]
+            for _ in range(1000):
+                if len(set(connection.keys(keys.published("*"))) - before) == 3:
+                    break
+                await asyncio.sleep(0.02)
+            else:
+                raise AssertionError("they were never published")
+        # The worker takes them in order: once this one has begun, it has the others too.
         started = asyncio.Event()
         streaming = asyncio.create_task(read_stream(client, SOME, started))
-        whole = [asyncio.create_task(client.post("completions", json=SOME)) for _ in range(3)]
         await started.wait()
         # As systemd and a terminal do it: to every process of the group.
         os.killpg(process.pid, signal.SIGTERM)
