@@ -16,12 +16,17 @@ class User(AbstractUser):
     requests_at_once = models.PositiveIntegerField(null=True, blank=True, help_text="Requests of one key at once.")
     requests_queued = models.PositiveIntegerField(null=True, blank=True, help_text="Requests of one key that wait.")
     requests_per_minute = models.PositiveIntegerField(null=True, blank=True, help_text="Requests a minute of one key.")
+    jobs_unfinished = models.PositiveIntegerField(null=True, blank=True, help_text="Unfinished Jobs of the User.")
+    jobs_running = models.PositiveIntegerField(null=True, blank=True, help_text="Jobs of the User that run at once.")
     harvests_unfinished = models.PositiveIntegerField(
         null=True, blank=True, help_text="Unfinished Harvest jobs of one key."
     )
     harvests_per_month = models.PositiveIntegerField(null=True, blank=True, help_text="Harvest jobs of a month.")
+    harvest_waits_at_once = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Requests of one key that wait for a Harvest job at once."
+    )
     storage_quota_bytes = models.PositiveBigIntegerField(
-        null=True, blank=True, help_text="Bytes of kept harvest files; empty means no quota."
+        null=True, blank=True, help_text="Bytes of kept harvest files."
     )
 
     REQUIRED_FIELDS = ["email"]

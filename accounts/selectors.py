@@ -10,7 +10,15 @@ from accounts.models import ApiKey, User
 from acsinfra.core.db import fetch_one
 
 type LimitName = Literal[
-    "requests_at_once", "requests_queued", "requests_per_minute", "harvests_unfinished", "harvests_per_month"
+    "requests_at_once",
+    "requests_queued",
+    "requests_per_minute",
+    "jobs_unfinished",
+    "jobs_running",
+    "harvests_unfinished",
+    "harvests_per_month",
+    "harvest_waits_at_once",
+    "storage_quota_bytes",
 ]
 
 

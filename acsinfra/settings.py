@@ -193,9 +193,12 @@ REQUESTS_AT_ONCE = env.int("REQUESTS_AT_ONCE", default=16)
 REQUESTS_QUEUED = env.int("REQUESTS_QUEUED", default=64)
 REQUESTS_PER_MINUTE = env.int("REQUESTS_PER_MINUTE", default=600)
 MONTHLY_TOKENS = env.int("MONTHLY_TOKENS", default=5_000_000)
+JOBS_UNFINISHED = env.int("JOBS_UNFINISHED", default=100)
+JOBS_RUNNING = env.int("JOBS_RUNNING", default=8)
 HARVESTS_UNFINISHED = env.int("HARVESTS_UNFINISHED", default=1)
 HARVESTS_PER_MONTH: int | None = env.int("HARVESTS_PER_MONTH", default=None)
 HARVEST_WAITS_AT_ONCE = env.int("HARVEST_WAITS_AT_ONCE", default=4)
+STORAGE_QUOTA_BYTES: int | None = env.int("STORAGE_QUOTA_BYTES", default=None)
 HARVEST_MAX_BYTES = env.int("HARVEST_MAX_BYTES", default=200 * 1024**3)
 
 # Bounds of one request

@@ -315,14 +315,15 @@ def _require_monthly_count(user: User, api_key: ApiKey | None) -> None:
 
 
 def _require_room(user: User, bytes_at_most: int) -> None:
-    if user.storage_quota_bytes is None:
+    quota = limit_of(user, "storage_quota_bytes")
+    if quota is None:
         return
     jobs = HarvestJob.objects.filter(user=user)
     kept = jobs.filter(status=HarvestJob.Status.DONE, files_deleted_at__isnull=True).aggregate(
         sum=Coalesce(Sum("bytes_written"), 0)
     )["sum"]
     to_come = jobs.filter(_UNFINISHED).aggregate(sum=Coalesce(Sum("bytes_at_most"), 0))["sum"]
-    left = max(0, user.storage_quota_bytes - kept - to_come)
+    left = max(0, quota - kept - to_come)
     if bytes_at_most > left:
         raise ApiError(
             ErrorCode.CORPUS_TOO_LARGE,

@@ -11,6 +11,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accounts.models import ApiKey, User
+from accounts.selectors import limit as limit_of
 from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
 from acsinfra.core.db import database_step
 from acsinfra.core.errors import ApiError, ErrorCode, invalid
@@ -102,7 +103,13 @@ class HarvestView(ApiView):
         has_waited = (
             not seconds
             or job.is_ended
-            or await wait_for_change(job_id, seen=str(job.status), seconds=seconds, key=str(key.pk))
+            or await wait_for_change(
+                job_id,
+                seen=str(job.status),
+                seconds=seconds,
+                key=str(key.pk),
+                at_once=limit_of(user, "harvest_waits_at_once") or 0,
+            )
         )
         return Response(await _answer(request, job_id), headers={} if has_waited else DECLINED)
 

@@ -80,15 +80,15 @@ class WaitPlaces:
         self._courier = Courier(settings.BROKER_URL)
 
     @asynccontextmanager
-    async def take(self, key: str, *, seconds: int) -> AsyncGenerator[bool]:
-        """Whether the key has a place for a wait of `seconds`; the place is given back at the block's end.
+    async def take(self, key: str, *, seconds: int, at_once: int) -> AsyncGenerator[bool]:
+        """Whether the key has one of its `at_once` places for a wait of `seconds`; it goes back at the block's end.
 
         No place when the broker is away: an answer at once does no harm.
         """
         place, name = secrets.token_hex(8), f"acs:harvest-waits:{key}"
-        limit, expiry = settings.HARVEST_WAITS_AT_ONCE, seconds + GRACE_SECONDS
+        expiry = seconds + GRACE_SECONDS
         try:
-            is_taken = await self._courier.ask("EVAL", _CLAIM, 1, name, place, limit, expiry, patience=1.0) == 1
+            is_taken = await self._courier.ask("EVAL", _CLAIM, 1, name, place, at_once, expiry, patience=1.0) == 1
         except (BrokerAway, RedisError):
             is_taken = False
         try:
@@ -100,13 +100,16 @@ class WaitPlaces:
 _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[StatusWatch, WaitPlaces]] = WeakKeyDictionary()
 
 
-async def wait_for_change(job_id: uuid.UUID, *, seen: str, seconds: int, key: str) -> bool:
-    """Wait up to `seconds` for the job's status to be another than `seen`. False: the key has no place to wait."""
+async def wait_for_change(job_id: uuid.UUID, *, seen: str, seconds: int, key: str, at_once: int) -> bool:
+    """Wait up to `seconds` for the job's status to be another than `seen`.
+
+    False: `at_once` requests of `key` wait already.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _watches:
         _watches[loop] = (StatusWatch(), WaitPlaces())
     watch, places = _watches[loop]
-    async with places.take(key, seconds=seconds) as has_place:
+    async with places.take(key, seconds=seconds, at_once=at_once) as has_place:
         if has_place:
             await watch.wait_for_change(job_id, seen=seen, seconds=seconds)
         return has_place

@@ -38,6 +38,7 @@ class ErrorCode(StrEnum):
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     BUDGET_EXCEEDED = "budget_exceeded"
+    SPEND_CAP = "spend_cap"
     HARVEST_CONCURRENCY_EXCEEDED = "harvest_concurrency_exceeded"
     HARVEST_QUOTA_EXCEEDED = "harvest_quota_exceeded"
     INTERNAL_ERROR = "internal_error"
@@ -58,6 +59,7 @@ STATUS_OF_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.BUDGET_EXCEEDED: 429,
+    ErrorCode.SPEND_CAP: 429,
     ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: 429,
     ErrorCode.HARVEST_QUOTA_EXCEEDED: 429,
     ErrorCode.INTERNAL_ERROR: 500,
