@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 
 import psycopg
 import structlog
-from django.conf import settings
 from redis.exceptions import RedisError
 
+from acsinfra.core.courier import BrokerAway, shared_courier
 from acsinfra.core.db import connection
-from inference.bus.courier import BrokerAway, Courier
 
 logger = structlog.get_logger(__name__)
 
@@ -73,31 +72,26 @@ class StatusWatch:
                 changed.set_result(None)
 
 
-class WaitPlaces:
-    """How many requests of a key wait at once, right across API processes: Redis counts."""
+@asynccontextmanager
+async def take_place(key: str, *, seconds: int, at_once: int) -> AsyncGenerator[bool]:
+    """Whether `key` has one of its `at_once` places for a wait of `seconds`; it goes back at the block's end.
 
-    def __init__(self) -> None:
-        self._courier = Courier(settings.BROKER_URL)
-
-    @asynccontextmanager
-    async def take(self, key: str, *, seconds: int, at_once: int) -> AsyncGenerator[bool]:
-        """Whether the key has one of its `at_once` places for a wait of `seconds`; it goes back at the block's end.
-
-        No place when the broker is away: an answer at once does no harm.
-        """
-        place, name = secrets.token_hex(8), f"acs:harvest-waits:{key}"
-        expiry = seconds + GRACE_SECONDS
-        try:
-            is_taken = await self._courier.ask("EVAL", _CLAIM, 1, name, place, at_once, expiry, patience=1.0) == 1
-        except (BrokerAway, RedisError):
-            is_taken = False
-        try:
-            yield is_taken
-        finally:
-            self._courier.post("ZREM", name, place, patience=GRACE_SECONDS)
+    Redis counts, right across API processes. No place when the broker is away: an answer at once does no harm.
+    """
+    courier = shared_courier()
+    place, name = secrets.token_hex(8), f"acs:harvest-waits:{key}"
+    expiry = seconds + GRACE_SECONDS
+    try:
+        is_taken = await courier.ask("EVAL", _CLAIM, 1, name, place, at_once, expiry, patience=1.0) == 1
+    except (BrokerAway, RedisError):
+        is_taken = False
+    try:
+        yield is_taken
+    finally:
+        courier.post("ZREM", name, place, patience=GRACE_SECONDS)
 
 
-_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[StatusWatch, WaitPlaces]] = WeakKeyDictionary()
+_watches: WeakKeyDictionary[asyncio.AbstractEventLoop, StatusWatch] = WeakKeyDictionary()
 
 
 async def wait_for_change(job_id: uuid.UUID, *, seen: str, seconds: int, key: str, at_once: int) -> bool:
@@ -107,9 +101,8 @@ async def wait_for_change(job_id: uuid.UUID, *, seen: str, seconds: int, key: st
     """
     loop = asyncio.get_running_loop()
     if loop not in _watches:
-        _watches[loop] = (StatusWatch(), WaitPlaces())
-    watch, places = _watches[loop]
-    async with places.take(key, seconds=seconds, at_once=at_once) as has_place:
+        _watches[loop] = StatusWatch()
+    async with take_place(key, seconds=seconds, at_once=at_once) as has_place:
         if has_place:
-            await watch.wait_for_change(job_id, seen=seen, seconds=seconds)
+            await _watches[loop].wait_for_change(job_id, seen=seen, seconds=seconds)
         return has_place

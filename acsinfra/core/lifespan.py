@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 import structlog
 from asgiref.typing import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
+from acsinfra.core.courier import close_shared_courier
 from acsinfra.core.db import close_async_pool
 
 logger = structlog.get_logger(__name__)
@@ -40,6 +41,7 @@ class Lifespan:
         await receive()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(close_async_pool)
+            stack.push_async_callback(close_shared_courier)
             try:
                 for opener in _openers:
                     await stack.enter_async_context(opener())

@@ -14,9 +14,9 @@ from contextvars import Context
 import structlog
 from django.conf import settings
 
+from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ErrorCode
 from inference.bus import keys
-from inference.bus.courier import BrokerAway, Courier
 from inference.bus.envelope import publish
 from inference.bus.frames import ALIVE_FOR, RENEW_EVERY, REPLIES_FOR, Cancel, Fault
 from inference.bus.places import Places

@@ -9,8 +9,8 @@ import uuid
 
 import msgspec
 
+from acsinfra.core.courier import Courier
 from inference.bus import keys
-from inference.bus.courier import Courier
 from inference.bus.frames import PIECE_BYTES
 from inference.wire import CompletionWork
 

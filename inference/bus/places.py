@@ -8,8 +8,8 @@ API process through its reply stream.
 import asyncio
 from dataclasses import dataclass, field
 
+from acsinfra.core.courier import Courier
 from acsinfra.core.errors import ApiError, ErrorCode
-from inference.bus.courier import Courier
 
 GRANTED = 1
 WAITS = 0

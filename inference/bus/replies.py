@@ -9,8 +9,8 @@ from contextlib import suppress
 import msgspec
 import structlog
 
+from acsinfra.core.courier import LOST, RETRY_SECONDS, Courier, make_connection, open_connection
 from inference.bus import keys
-from inference.bus.courier import LOST, RETRY_SECONDS, Courier, make_connection, open_connection
 from inference.bus.frames import (
     CREDIT_EVERY,
     Batch,

@@ -12,10 +12,10 @@ import structlog
 from django.conf import settings
 from redis.exceptions import RedisError
 
+from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ErrorCode
 from inference.answers import AnswerBuilder, MisbehavedEngine, StreamShaper, engine_requests
 from inference.bus import keys
-from inference.bus.courier import BrokerAway, Courier
 from inference.bus.envelope import Envelope, read_work
 from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Returned, Taken
 from inference.engine.activations import CapturedActivations

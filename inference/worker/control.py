@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
+from acsinfra.core.courier import LOST, RETRY_SECONDS, make_connection, open_connection
 from inference.bus import keys
-from inference.bus.courier import LOST, RETRY_SECONDS, make_connection, open_connection
 from inference.bus.frames import Control, decode_control
 
 logger = structlog.get_logger(__name__)

@@ -9,8 +9,8 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import RedisError
 
+from acsinfra.core.courier import BrokerAway, Courier
 from inference.bus import keys
-from inference.bus.courier import BrokerAway, Courier
 from inference.bus.frames import (
     PIECE_BYTES,
     RENEW_EVERY,

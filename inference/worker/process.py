@@ -21,7 +21,7 @@ import structlog
 import uvloop
 from django.conf import settings
 
-from inference.bus.courier import Courier
+from acsinfra.core.courier import Courier
 from inference.bus.envelope import Envelope
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import EngineRefused

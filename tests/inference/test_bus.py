@@ -15,10 +15,10 @@ import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
 
+from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import frames, keys
 from inference.bus.api import Bus
-from inference.bus.courier import BrokerAway, Courier
 from inference.bus.envelope import TASK, Envelope, celery_message, publish, read_work
 from inference.bus.frames import PIECE_BYTES, WINDOW_BYTES, Body, Cancel, Chunk, Control, Credit, End, Fault
 from inference.bus.replies import post_control

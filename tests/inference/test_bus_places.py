@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from acsinfra.core.courier import Courier
 from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import keys
 from inference.bus.api import Bus
-from inference.bus.courier import Courier
 from inference.bus.places import Place
 from tests.inference.broker import Broker
 

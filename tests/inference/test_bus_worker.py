@@ -8,9 +8,9 @@ from typing import NoReturn
 import msgspec
 import pytest
 
+from acsinfra.core.courier import Courier
 from inference.bus import keys
 from inference.bus.api import Bus
-from inference.bus.courier import Courier
 from inference.bus.envelope import Envelope
 from inference.bus.frames import Cancel, Fault, Frame, Returned, Taken
 from inference.bus.replies import Inbox

@@ -10,8 +10,11 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
+from contextvars import Context
+from weakref import WeakKeyDictionary
 
 import structlog
+from django.conf import settings
 from redis.asyncio.connection import Connection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -180,3 +183,23 @@ class Courier:
         for command in commands:
             if command.answer is not None and not command.answer.done():
                 command.answer.set_exception(BrokerAway("The broker is away."))
+
+
+_couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+
+
+def shared_courier() -> Courier:
+    """The courier of the running event loop, for small commands of whoever has none of their own."""
+    loop = asyncio.get_running_loop()
+    courier = _couriers.get(loop)
+    if courier is None:
+        # Its task outlives the first request, whose id must not stand in its log lines.
+        courier = _couriers[loop] = Context().run(Courier, settings.BROKER_URL)
+    return courier
+
+
+async def close_shared_courier() -> None:
+    """Close the running event loop's shared courier, if it has one."""
+    courier = _couriers.pop(asyncio.get_running_loop(), None)
+    if courier is not None:
+        await courier.close()
