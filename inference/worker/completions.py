@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from inference.bus.envelope import Envelope, read_work
 from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Returned, Taken
 from inference.engine.activations import CapturedActivations
 from inference.engine.errors import EngineDied, RequestFault
-from inference.wire import CompletionWork, EngineDelta, EngineRequest
-from inference.worker.activations import activations_json, check_capture
+from inference.wire import CompletionWork, EngineDelta
 from inference.worker.engine_life import EngineLife
 from inference.worker.outbox import ClientStalled, Outboxes, Window
+from inference.worker.whole import generate, make_whole_answer
 
 if TYPE_CHECKING:
     from inference.engine.front import InferenceEngine
@@ -32,12 +31,7 @@ logger = structlog.get_logger(__name__)
 
 # An answer within this time says itself that a worker has the request.
 TAKEN_AFTER_SECONDS = 0.005
-# Answers with more log probabilities than this are encoded in a thread.
-ENCODE_HERE_ENTRIES = 2000
 CANCELS_REMEMBERED = 10_000
-
-# Takes in what the prompt of this number got.
-type Gain = Callable[[int, EngineDelta | CapturedActivations], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -170,7 +164,7 @@ class CompletionService:
                     raise BrokerAway("The pieces of the work are gone.")
                 await self._answer(work, running)
         except Exception as error:  # noqa: BLE001 - each has its answer, the unexpected ones too
-            code, message = _fault_of(error, request_id)
+            code, message = fault_of(error, request_id)
             self.outboxes.put(running.reply_to, Fault(request_id, code.value, message, *running.tokens))
 
     async def _answer(self, work: CompletionWork, running: _Running) -> None:
@@ -193,58 +187,14 @@ class CompletionService:
             if isinstance(item, EngineDelta):
                 await send(shaper.chunk(prompt, item))
 
-        await self._generate(engine, engine_requests(work), gain)
+        await generate(engine, engine_requests(work), gain, at_once=self._prompts_at_once)
         if work.include_usage:
             await send(shaper.usage_chunk())
 
     async def _whole(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> None:
         builder = running.shaper = AnswerBuilder(work, self._decode)
-        captured: list[CapturedActivations] = []
-
-        async def gain(prompt: int, item: EngineDelta | CapturedActivations) -> None:
-            if isinstance(item, EngineDelta):
-                builder.add(prompt, item)
-            else:
-                captured.append(item)
-
-        await self._generate(engine, engine_requests(work), gain)
-        activations = None
-        if work.capture_layers:
-            # An engine generates a token even where the answer has none; it never goes through the model.
-            tokens = work.prompt_tokens + max(1, builder.completion_tokens) - 1
-            capture = check_capture(
-                captured, layers=work.capture_layers, tokens=tokens, hidden=engine.facts.hidden_size
-            )
-            activations = await asyncio.to_thread(activations_json, capture)
-        if builder.logprob_entries > ENCODE_HERE_ENTRIES or activations is not None:
-            body = await asyncio.to_thread(builder.body, activations)
-        else:
-            body = builder.body()
+        body = await make_whole_answer(work, engine, builder, prompts_at_once=self._prompts_at_once)
         await self.outboxes.send_body(running.reply_to, work.request_id, body, running.window)
-
-    async def _generate(
-        self,
-        engine: "InferenceEngine",
-        requests: list[EngineRequest],
-        gain: Gain,
-    ) -> None:
-        """Run `requests`, a bounded number at once, and give `gain` what each gets, with its number."""
-        if len(requests) == 1:
-            await _run_one(engine, 0, requests[0], gain)
-            return
-        places = asyncio.Semaphore(self._prompts_at_once)
-
-        async def run(number: int, request: EngineRequest) -> None:
-            async with places:
-                await _run_one(engine, number, request, gain)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number, request in enumerate(requests):
-                    group.create_task(run(number, request))
-        except BaseExceptionGroup as errors:
-            # The first that failed; the others were stopped because of it.
-            raise errors.exceptions[0] from None
 
     def _look_for_mark(self, request_id: str, running: _Running) -> None:
         """Abort the request if it was cancelled before this worker listened; costs the request no time."""
@@ -261,7 +211,7 @@ class CompletionService:
                 running.abort()
 
 
-def _fault_of(error: Exception, request_id: str) -> tuple[ErrorCode, str]:
+def fault_of(error: Exception, request_id: str) -> tuple[ErrorCode, str]:
     """How a Completion ends that `error` ended."""
     match error:
         case TimeoutError():
@@ -277,9 +227,3 @@ def _fault_of(error: Exception, request_id: str) -> tuple[ErrorCode, str]:
             return ErrorCode.SERVICE_UNAVAILABLE, "The broker was away."
     logger.error("A request failed in the inference worker.", request_id=request_id, exc_info=error)
     return ErrorCode.ENGINE_ERROR, "The inference worker failed on this request."
-
-
-async def _run_one(engine: "InferenceEngine", number: int, request: EngineRequest, gain: Gain) -> None:
-    async with aclosing(engine.generate(request)) as items:
-        async for item in items:
-            await gain(number, item)
