@@ -6,19 +6,55 @@ late ones change nothing.
 """
 
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from django.contrib.auth import get_user_model
 from django.db import connection, models, transaction
+from django.db.backends.utils import CursorWrapper
 from django.db.models import F, Q
 from django.db.models.functions import Now
 
 from acsinfra.core.ids import new_uuid7
 
-# One claim at a time for a Base model, so that two runners that claim at once count each other's work.
+# Users who run as many as they may, counted over all Base models, and those whose turn was just found to be over.
+_PASSED_OVER = """passed_over(user_id) AS MATERIALIZED (
+    SELECT r.user_id FROM (SELECT user_id, count(*) AS busy FROM {table} WHERE status = %(running)s GROUP BY user_id) r
+      JOIN {users} u ON u.id = r.user_id WHERE r.busy >= coalesce(u.{limit_column}, %(at_once)s)
+     UNION ALL
+    SELECT unnest(%(passed_over)s::bigint[])
+)"""
+_NOBODY_PASSED_OVER = "passed_over(user_id) AS (SELECT NULL::bigint WHERE false)"
+
+_TAKE = """UPDATE {table} SET status = %(running)s, lease_owner = %(owner)s, lease_expires_at = now() + %(lease)s,
+       claims = claims + 1, started_at = coalesce(started_at, now()), retry_at = NULL
+  FROM taken WHERE {table}.id = taken.id
+RETURNING {table}.id, {table}.user_id"""
+
+# The oldest row of a User who has none running is next, if there is one: mostly it is among the first that wait, so
+# that nothing needs to be known about the other Users, however many wait.
+_CLAIM_AT_FRONT = """
+WITH {passed_over}, busy AS MATERIALIZED (
+    SELECT DISTINCT user_id FROM {table} WHERE base_model_id = %(model)s AND status = %(running)s
+), front AS (
+    SELECT id, user_id FROM {table}
+     WHERE base_model_id = %(model)s AND status = %(waiting)s AND (retry_at IS NULL OR retry_at <= now())
+     ORDER BY id LIMIT %(front)s
+), taken AS (
+    SELECT id FROM {table} job
+     WHERE status = %(waiting)s
+       AND id = (SELECT id FROM front
+                  WHERE NOT EXISTS (SELECT FROM busy b WHERE b.user_id = front.user_id)
+                    AND NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = front.user_id)
+                  ORDER BY id LIMIT 1)
+       FOR UPDATE OF job SKIP LOCKED
+)
+{take}"""
+
 # {waiting} and {running} are statuses; the recursion visits each waiting User once, however many rows wait.
 _CLAIM = """
-WITH RECURSIVE waiting_users(user_id) AS (
+WITH RECURSIVE {passed_over}, waiting_users(user_id) AS (
     (SELECT user_id FROM {table} WHERE base_model_id = %(model)s AND status = %(waiting)s ORDER BY user_id LIMIT 1)
     UNION ALL
     SELECT (SELECT later.user_id FROM {table} later
@@ -33,17 +69,22 @@ WITH RECURSIVE waiting_users(user_id) AS (
                           WHERE j.base_model_id = %(model)s AND j.status = %(waiting)s AND j.user_id = w.user_id
                             AND (j.retry_at IS NULL OR j.retry_at <= now())
                           ORDER BY j.id LIMIT 1) oldest
+     WHERE NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = w.user_id)
 ), taken AS (
     SELECT job.id FROM {table} job JOIN next_of_users USING (id)
      WHERE job.status = %(waiting)s
      ORDER BY next_of_users.busy, job.id LIMIT 1
        FOR UPDATE OF job SKIP LOCKED
 )
-UPDATE {table} SET status = %(running)s, lease_owner = %(owner)s, lease_expires_at = now() + %(lease)s,
-       claims = claims + 1, started_at = coalesce(started_at, now()), retry_at = NULL
-  FROM taken WHERE {table}.id = taken.id
-RETURNING {table}.id
-"""
+{take}"""
+
+
+@dataclass(frozen=True)
+class RunningLimit:
+    """How many rows of a User may run at once: what `column` of the User says, or `default` where that is null."""
+
+    column: str
+    default: int
 
 
 class LeaseLostError(Exception):
@@ -59,6 +100,8 @@ class LeasedWork(models.Model):
 
     WAITING: ClassVar[str] = "pending"
     RUNNING: ClassVar[str] = "running"
+    # How many of the first that wait are looked at for a User who has none running; 0 goes to the Users at once.
+    FRONT: ClassVar[int] = 0
 
     id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
     claims = models.PositiveIntegerField(default=0, editable=False)
@@ -74,26 +117,74 @@ class LeasedWork(models.Model):
 
 
 def claim_next[Work: LeasedWork](
-    work: type[Work], *, base_model_id: int, owner: uuid.UUID, lease: timedelta
+    work: type[Work], *, base_model_id: int, owner: uuid.UUID, lease: timedelta, limit: RunningLimit | None = None
 ) -> Work | None:
-    """Give `owner` the next waiting row of the Base model, now running with a lease; None when none waits.
+    """Give `owner` the next waiting row of the Base model, now running with a lease; None when none may run now.
 
-    The rows need the columns of LeasedWork and `user_id`, `base_model_id`, `status`, `started_at`, and an index on
-    (base_model, status, user, id).
+    With `limit`, a User who has so many running, over all Base models, is passed over. The rows need the columns of
+    LeasedWork and `user_id`, `base_model_id`, `status`, `started_at`, and an index on (base_model, status, user, id);
+    where `FRONT` is set, also one on (base_model, status, id), and one of the running rows.
     """
+    table = work._meta.db_table
     values: dict[str, Any] = {
         "model": base_model_id,
         "waiting": work.WAITING,
         "running": work.RUNNING,
         "owner": owner,
         "lease": lease,
+        "front": work.FRONT,
+        "at_once": None if limit is None else limit.default,
+        "passed_over": [],
     }
-    table = work._meta.db_table
     with transaction.atomic(), connection.cursor() as cursor:
+        # One claim at a time for a Base model, so that two runners that claim at once count each other's work.
         cursor.execute("SELECT pg_advisory_xact_lock(hashtext(%s), %s)", [table, base_model_id])
-        cursor.execute(_CLAIM.format(table=table), values)
-        row = cursor.fetchone()
-    return work._default_manager.get(pk=row[0]) if row else None
+        while True:
+            with transaction.atomic():
+                found = _take_next(cursor, work, values, limit)
+                if found is None:
+                    return None
+                pk, user_id = found
+                if limit is None or _is_within(cursor, work, user_id, limit):
+                    break
+                # Another Base model's runner was quicker.
+                transaction.set_rollback(True)
+            values["passed_over"].append(user_id)
+    return work._default_manager.get(pk=pk)
+
+
+def _take_next(
+    cursor: CursorWrapper, work: type[LeasedWork], values: dict[str, Any], limit: RunningLimit | None
+) -> tuple[uuid.UUID, int] | None:
+    for query in claim_queries(work, limit):
+        cursor.execute(query, values)
+        row: tuple[uuid.UUID, int] | None = cursor.fetchone()
+        if row is not None:
+            return row
+    return None
+
+
+def claim_queries(work: type[LeasedWork], limit: RunningLimit | None) -> list[str]:
+    """The statements that claim, to be tried in this order; the last decides alone where the first finds nothing."""
+    table, users = work._meta.db_table, get_user_model()._meta.db_table
+    passed_over = _NOBODY_PASSED_OVER
+    if limit is not None:
+        passed_over = _PASSED_OVER.format(table=table, users=users, limit_column=limit.column)
+    queries = [_CLAIM_AT_FRONT, _CLAIM] if work.FRONT else [_CLAIM]
+    take = _TAKE.format(table=table)
+    return [query.format(table=table, passed_over=passed_over, take=take) for query in queries]
+
+
+def _is_within(cursor: CursorWrapper, work: type[LeasedWork], user_id: int, limit: RunningLimit) -> bool:
+    """Whether the row just taken is within its User's limit, once no other claim for that User is under way."""
+    table, users = work._meta.db_table, get_user_model()._meta.db_table
+    cursor.execute("SELECT pg_advisory_xact_lock(hashtext(%s), %s)", [f"{table}.user", user_id])
+    cursor.execute(
+        f"SELECT count(*) <= coalesce((SELECT {limit.column} FROM {users} WHERE id = %s), %s) "  # noqa: S608
+        f"FROM {table} WHERE status = %s AND user_id = %s",
+        [user_id, limit.default, work.RUNNING, user_id],
+    )
+    return bool(cursor.fetchone()[0])
 
 
 def renew_lease(work: type[LeasedWork], *, pk: uuid.UUID, owner: uuid.UUID, lease: timedelta) -> None:

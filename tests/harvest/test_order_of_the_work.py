@@ -97,7 +97,7 @@ def test_a_claim_reads_a_few_rows_of_each_waiting_user_however_many_jobs_there_a
             )
         cursor.execute("ANALYZE harvest_harvestjob")
         cursor.execute(
-            "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + leases._CLAIM.format(table="harvest_harvestjob"),
+            "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + leases.claim_queries(HarvestJob, None)[-1],
             claim_values,
         )
         (plan,) = cursor.fetchone()[0]
