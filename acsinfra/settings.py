@@ -218,4 +218,5 @@ HARVEST_PENDING_AT_MOST = timedelta(hours=env.float("HARVEST_PENDING_HOURS", def
 HARVEST_FILES_KEPT: timedelta | None = (
     timedelta(days=env.float("HARVEST_FILES_KEPT_DAYS")) if env.str("HARVEST_FILES_KEPT_DAYS", default="") else None
 )
+IDEMPOTENCY_KEPT = timedelta(hours=env.float("IDEMPOTENCY_KEPT_HOURS", default=24))
 LINKS_EXPIRE_AFTER = timedelta(days=env.float("LINKS_EXPIRE_DAYS", default=7))

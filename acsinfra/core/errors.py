@@ -35,6 +35,8 @@ class ErrorCode(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TOO_LARGE = "request_too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     BUDGET_EXCEEDED = "budget_exceeded"
@@ -56,6 +58,8 @@ STATUS_OF_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.REQUEST_TOO_LARGE: 413,
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
+    ErrorCode.IDEMPOTENCY_CONFLICT: 409,
+    ErrorCode.IDEMPOTENCY_IN_PROGRESS: 409,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.BUDGET_EXCEEDED: 429,
