@@ -6,6 +6,7 @@ from django.urls import include, path, re_path, register_converter
 from acsinfra.core import views
 from acsinfra.core.file_links import serve_link
 from acsinfra.core.ids import AnyCaseUUIDConverter
+from budgets.views import BudgetView
 
 register_converter(AnyCaseUUIDConverter, "any_uuid")
 
@@ -15,6 +16,7 @@ urlpatterns = [
     path("files/<str:token>/<str:name>", serve_link),
     path("openapi.json", views.openapi),
     path("v1/chat/completions", views.ChatCompletionsView.as_view()),
+    path("v1/budget", BudgetView.as_view()),
     path("", include("inference.urls")),
     path("", include("harvest.urls")),
     re_path(r"^(?:v1|files)(?:/|$)", views.unknown_route),

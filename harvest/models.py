@@ -8,6 +8,7 @@ from django.db.models import F, Q
 from accounts.models import ApiKey, User
 from acsinfra.core.ids import new_uuid7
 from acsinfra.core.leases import LeasedWork, lease_constraints
+from budgets.models import Hold
 from inference.models import BaseModel
 
 
@@ -17,6 +18,8 @@ class HarvestJob(LeasedWork):
     `layers` ascend. `reserved_tokens` are held from submit to end; `tokens` is what was charged, set with the end.
     `bytes_at_most` is what its files may come to; `bytes_written` what is in storage. `result` (of a done job) has
     `manifest_key`, `stats_key`, `tokens`, `bytes_written` and `timings`. The columns of a lease: `LeasedWork`.
+    Its `hold` ends with it. A job that was submitted while no runner was registered has `runner_due_at`, until when
+    one must come: None where the job was taken in.
     """
 
     class Status(models.TextChoices):
@@ -44,9 +47,11 @@ class HarvestJob(LeasedWork):
     contents = models.CharField(max_length=11, choices=Contents, default=Contents.ACTIVATIONS)
     n_prompts = models.PositiveIntegerField()
     reserved_tokens = models.PositiveBigIntegerField()
+    hold = models.OneToOneField(Hold, on_delete=models.SET_NULL, null=True, editable=False, related_name="harvest_job")
     bytes_at_most = models.PositiveBigIntegerField()
 
     created_at = models.DateTimeField(auto_now_add=True)
+    runner_due_at = models.DateTimeField(null=True, editable=False)
     started_at = models.DateTimeField(null=True, editable=False)
     completed_at = models.DateTimeField(null=True, editable=False)
     tokens = models.PositiveBigIntegerField(null=True, editable=False)
@@ -70,6 +75,9 @@ class HarvestJob(LeasedWork):
             ),
             models.Index(
                 fields=["api_key"], condition=Q(status__in=["pending", "running"]), name="harvest_job_unfinished"
+            ),
+            models.Index(
+                fields=["runner_due_at"], condition=Q(runner_due_at__isnull=False), name="harvest_job_runner_due"
             ),
             models.Index(
                 fields=["status", "completed_at"], condition=Q(files_deleted_at__isnull=True), name="harvest_job_files"

@@ -9,7 +9,7 @@ from django.db.models.functions import Now
 
 from accounts.models import User
 from acsinfra.core.db import fetch_one
-from acsinfra.core.errors import invalid, not_found
+from acsinfra.core.errors import ApiError, invalid, not_found
 from harvest.models import HarvestJob
 from inference.models import Engine
 
@@ -26,8 +26,13 @@ def harvest_of(user: User, job_id: uuid.UUID) -> HarvestJob:
     """The User's job; the same `404 not_found` for another User's as for one that never was."""
     job = HarvestJob.objects.filter(user=user, pk=job_id).first()
     if job is None:
-        raise not_found("There is no such Harvest job.")
+        raise no_such_harvest()
     return job
+
+
+def no_such_harvest() -> ApiError:
+    """The one 404 of a job that is gone, another User's or never was."""
+    return not_found("There is no such Harvest job.")
 
 
 def list_harvests(
@@ -59,8 +64,14 @@ def models_with_waiting_jobs() -> list[str]:
     return list(waiting.order_by().values_list("base_model__name", flat=True).distinct())
 
 
-async def is_runner_registered(base_model_id: int) -> bool:
+def has_runner(base_model_id: int) -> bool:
     """Whether a runner of the Base model has sent its heartbeat lately."""
+    heard_of = Engine.objects.filter(heartbeat_at__gte=Now() - settings.ENGINE_SILENT_AFTER)
+    return heard_of.filter(base_model_id=base_model_id, kind=Engine.Kind.RUNNER).exists()
+
+
+async def is_runner_registered(base_model_id: int) -> bool:
+    """`has_runner` from an async view: one statement on the async pool."""
     row = await fetch_one(
         "SELECT 1 FROM inference_engine WHERE base_model_id = %s AND kind = 'runner' AND heartbeat_at >= now() - %s",
         [base_model_id, settings.ENGINE_SILENT_AFTER],

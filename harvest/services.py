@@ -2,28 +2,38 @@
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import structlog
 import zstandard
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q, Sum
-from django.db.models.functions import Coalesce, Now
+from django.db.models.functions import Now
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
 from accounts.models import ApiKey, User
-from accounts.selectors import limit as limit_of
 from acsinfra.celery import app
 from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.leases import LeaseLostError, lock_expired, lock_leased, put_back
 from acsinfra.core.shared_folder import record_storage_folder
 from acsinfra.core.storage import StoredObject, get_storage
+from budgets.models import Hold, WorkKind
+from budgets.services import (
+    SweepCount,
+    WorkRef,
+    check_room,
+    end_orphaned_holds,
+    release_hold,
+    settle_hold,
+    take_hold,
+)
+from harvest.limits import UNFINISHED, lock_payers, require_monthly_count, require_place, require_storage
 from harvest.models import FilesToDelete, HarvestCorpus, HarvestJob, HarvestShard
+from harvest.selectors import has_runner, no_such_harvest
 
 logger = structlog.get_logger(__name__)
 
@@ -31,7 +41,8 @@ LOOK = "harvest.look"
 LOOK_SECONDS = 60
 TRIES_AT_MOST = 3
 SETBACKS_AT_MOST = 30
-_UNFINISHED = Q(status__in=[HarvestJob.Status.PENDING, HarvestJob.Status.RUNNING])
+NO_RUNNER = "No runner is there for {model}."
+RUNNER_DUE_AFTER_GRACE = timedelta(seconds=10)
 _RUNNER_STOPPED = "The runner stopped while it ran this job, {tries} times."
 
 
@@ -52,21 +63,21 @@ class HarvestPlan:
 
 
 def submit_harvest(*, user: User, api_key: ApiKey | None, plan: HarvestPlan) -> HarvestJob:
-    """Put a job in line. Raises ApiError: `harvest_concurrency_exceeded`, `harvest_quota_exceeded`, `corpus_too_large`.
+    """Put a job in line, its reserved tokens held.
 
-    The rows of the User and the key are locked first, so that of two submits at once one sees the other.
+    Raises ApiError: `harvest_concurrency_exceeded`, `harvest_quota_exceeded`, `corpus_too_large`, `budget_exceeded`,
+    and `401` when the key or the User has been deleted meanwhile. The rows of the User and the key are locked first,
+    so that of two submits at once one sees the other.
     """
     record_storage_folder()
     prompts_zstd = zstandard.compress(json.dumps(plan.prompts, ensure_ascii=False).encode(), level=3)
     with transaction.atomic():
-        owner = User.objects.select_for_update(no_key=True, of=("self",)).get(pk=user.pk)
-        if api_key is not None:
-            ApiKey.objects.select_for_update(no_key=True, of=("self",)).get(pk=api_key.pk)
-        _require_place(owner, api_key)
-        _require_monthly_count(owner, api_key)
-        _require_room(owner, plan.bytes_at_most)
-        # The Hold of `reserved_tokens` belongs in this transaction.
-        job = HarvestJob.objects.create(
+        owner = lock_payers(user, api_key)
+        require_place(owner, api_key)
+        require_monthly_count(owner, api_key)
+        require_storage(owner, plan.bytes_at_most)
+        check_room(user=owner, api_key=api_key, tokens=plan.reserved_tokens)
+        job = HarvestJob(
             user=owner,
             api_key=api_key,
             base_model_id=plan.base_model_id,
@@ -79,8 +90,13 @@ def submit_harvest(*, user: User, api_key: ApiKey | None, plan: HarvestPlan) -> 
             n_prompts=len(plan.prompts),
             reserved_tokens=plan.reserved_tokens,
             bytes_at_most=plan.bytes_at_most,
+            runner_due_at=None if has_runner(plan.base_model_id) else _runner_due_at(),
         )
+        job.save(force_insert=True)
         HarvestCorpus.objects.create(job=job, prompts_zstd=prompts_zstd, directions=plan.directions)
+        # Last, because it locks the Budget until the commit: the User's other work must not wait for a large corpus.
+        job.hold = take_hold(user=owner, api_key=api_key, tokens=plan.reserved_tokens, work=_work(job.pk))
+        job.save(update_fields=["hold"])
         transaction.on_commit(lambda: tell_runners(plan.model))
     logger.info("harvest submitted", job_id=str(job.id), model=job.model, n_prompts=job.n_prompts)
     return job
@@ -105,17 +121,22 @@ def cancel_harvest(*, job_id: uuid.UUID) -> HarvestJob:
     Charged: the reserved tokens when its GPU run has started, else nothing.
     """
     with transaction.atomic():
-        job = HarvestJob.objects.select_for_update(of=("self",)).get(pk=job_id)
+        job = _lock(job_id)
         if not job.is_ended:
             tokens = job.reserved_tokens if job.started_at else 0
             _end(job, HarvestJob.Status.CANCELLED, tokens=tokens)
     return job
 
 
+def take_in(*, job_id: uuid.UUID) -> None:
+    """Note that a runner came within the grace: from now on the job waits for it as long as any other."""
+    HarvestJob.objects.filter(pk=job_id).update(runner_due_at=None)
+
+
 def fail_unavailable(*, job_id: uuid.UUID, error: str) -> bool:
     """Fail a job that no runner has taken, with 0 tokens. False when one took it, or it ended, meanwhile."""
     with transaction.atomic():
-        job = HarvestJob.objects.select_for_update(of=("self",)).get(pk=job_id)
+        job = _lock(job_id)
         if job.status != HarvestJob.Status.PENDING or job.started_at is not None:
             return False
         _end(job, HarvestJob.Status.FAILED, tokens=0, error=error)
@@ -197,6 +218,34 @@ def end_expired_leases() -> int:
     return len(jobs)
 
 
+def end_graces() -> int:
+    """Decide about jobs whose runner was due and whose API process died before it could; returns how many.
+
+    A runner is there now: the job is taken in. None is: it fails, with 0 tokens.
+    """
+    with transaction.atomic():
+        late = HarvestJob.objects.filter(runner_due_at__lt=Now(), status=HarvestJob.Status.PENDING)
+        jobs = list(late.select_for_update(skip_locked=True, of=("self",))[:100])
+        for job in jobs:
+            if job.started_at is not None or has_runner(job.base_model_id):
+                take_in(job_id=job.pk)
+            else:
+                _end(job, HarvestJob.Status.FAILED, tokens=0, error=NO_RUNNER.format(model=job.model))
+    return len(jobs)
+
+
+def end_orphaned_harvest_holds() -> SweepCount:
+    """Release the Holds of Harvest jobs that are no more (deleted by hand). One that ended has ended its own."""
+
+    def find_living(holds: Sequence[Hold]) -> Collection[uuid.UUID]:
+        ids = [uuid.UUID(hold.work_id) for hold in holds]
+        unfinished = set(HarvestJob.objects.filter(UNFINISHED, pk__in=ids).values_list("pk", flat=True))
+        return [hold.pk for hold in holds if uuid.UUID(hold.work_id) in unfinished]
+
+    # A Hold and its job are written in one transaction, and seen together.
+    return end_orphaned_holds(kind=WorkKind.HARVEST, find_living=find_living, taken_before=timezone.now())
+
+
 def fail_untaken() -> int:
     """Fail jobs that have waited for a runner longer than `settings.HARVEST_PENDING_AT_MOST`; returns how many."""
     hours = settings.HARVEST_PENDING_AT_MOST.total_seconds() / 3600
@@ -213,7 +262,7 @@ def fail_untaken() -> int:
 def delete_files(*, job_id: uuid.UUID) -> HarvestJob:
     """Let go of an ended job's files and prompts; ApiError for a job that has not ended. Twice is fine."""
     with transaction.atomic():
-        job = HarvestJob.objects.select_for_update(of=("self",)).get(pk=job_id)
+        job = _lock(job_id)
         if not job.is_ended:
             raise ApiError(ErrorCode.INVALID_REQUEST, "The job has not ended; cancel it first.")
         let_go_of_files(job)
@@ -260,16 +309,45 @@ def _end(
     error: str = "",
     result: dict[str, Any] | None = None,
 ) -> None:
-    """Write the end of a locked job. Every end comes through here, so that its Hold ends in the same transaction."""
+    """Write the end of a locked job. Every end comes through here, so that its Hold ends in the same transaction.
+
+    `tokens` are charged; where they are 0 because nothing came of the job, its Hold is released.
+    """
     job.status, job.tokens, job.error, job.result = status, tokens, error, result
-    job.lease_owner = job.lease_expires_at = job.retry_at = None
+    job.lease_owner = job.lease_expires_at = job.retry_at = job.runner_due_at = None
     job.completed_at = timezone.now()
     job.save()
+    if job.hold_id is not None:
+        _end_hold(job, job.hold_id)
     if status != HarvestJob.Status.DONE:
         # Shards without a manifest are of no use; the runner that wrote them may need a moment to notice.
         let_go_of_files(job, after=2 * settings.LEASE)
         job.shards.all().delete()
     logger.info("harvest ended", job_id=str(job.id), status=str(status), tokens=tokens)
+
+
+def _end_hold(job: HarvestJob, hold_id: uuid.UUID) -> None:
+    is_charged = job.status == HarvestJob.Status.DONE or bool(job.tokens)
+    end = settle_hold(hold=hold_id, tokens=job.tokens or 0) if is_charged else release_hold(hold=hold_id)
+    if not end.changed:
+        logger.error("the hold of a harvest had ended before it", job_id=str(job.pk), charged=end.charged)
+
+
+def _work(job_id: uuid.UUID) -> WorkRef:
+    return WorkRef(WorkKind.HARVEST, str(job_id))
+
+
+def _lock(job_id: uuid.UUID) -> HarvestJob:
+    """The job, locked until the transaction ends. Raises `404 not_found`."""
+    job = HarvestJob.objects.select_for_update(of=("self",)).filter(pk=job_id).first()
+    if job is None:
+        raise no_such_harvest()
+    return job
+
+
+def _runner_due_at() -> datetime:
+    # The API's own wait comes to its end first; the sweep is for a process that died.
+    return timezone.now() + settings.RUNNER_GRACE + RUNNER_DUE_AFTER_GRACE
 
 
 def _count_try(job: HarvestJob, error: str) -> None:
@@ -283,51 +361,3 @@ def _count_try(job: HarvestJob, error: str) -> None:
 
 def _contents(plan: HarvestPlan) -> HarvestJob.Contents:
     return HarvestJob.Contents.ACTIVATIONS if plan.directions is None else HarvestJob.Contents.PROJECTIONS
-
-
-def _jobs_of(user: User, api_key: ApiKey | None) -> Any:
-    """The key's jobs; those from the App have none, and count by their User."""
-    return HarvestJob.objects.filter(user=user, api_key=api_key)
-
-
-def _require_place(user: User, api_key: ApiKey | None) -> None:
-    limit = limit_of(user, "harvests_unfinished")
-    if limit is not None and _jobs_of(user, api_key).filter(_UNFINISHED).count() >= limit:
-        raise ApiError(
-            ErrorCode.HARVEST_CONCURRENCY_EXCEEDED,
-            f"This API key has {limit} unfinished Harvest job{'' if limit == 1 else 's'}, as many as it may. "
-            "Wait for one to end, or cancel it.",
-            headers={"Retry-After": "30"},
-        )
-
-
-def _require_monthly_count(user: User, api_key: ApiKey | None) -> None:
-    limit = limit_of(user, "harvests_per_month")
-    if limit is None:
-        return
-    month = timezone.now().replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    if _jobs_of(user, api_key).filter(created_at__gte=month).count() >= limit:
-        raise ApiError(
-            ErrorCode.HARVEST_QUOTA_EXCEEDED,
-            f"This API key has submitted its {limit} Harvest jobs of this month; a new month begins a new count.",
-            headers={"x-should-retry": "false"},
-        )
-
-
-def _require_room(user: User, bytes_at_most: int) -> None:
-    quota = limit_of(user, "storage_quota_bytes")
-    if quota is None:
-        return
-    jobs = HarvestJob.objects.filter(user=user)
-    kept = jobs.filter(status=HarvestJob.Status.DONE, files_deleted_at__isnull=True).aggregate(
-        sum=Coalesce(Sum("bytes_written"), 0)
-    )["sum"]
-    to_come = jobs.filter(_UNFINISHED).aggregate(sum=Coalesce(Sum("bytes_at_most"), 0))["sum"]
-    left = max(0, quota - kept - to_come)
-    if bytes_at_most > left:
-        raise ApiError(
-            ErrorCode.CORPUS_TOO_LARGE,
-            f"This job may write up to {bytes_at_most:,} bytes; your storage has room for {left:,} more. "
-            "Delete files of ended jobs, or send fewer prompts or layers.",
-            param="prompts",
-        )

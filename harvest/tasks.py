@@ -24,18 +24,20 @@ def look() -> None:
 
 @shared_task(name="harvest.sweep", ignore_result=True)
 def sweep() -> None:
-    """Put jobs whose lease ran out back in line, and say "look" where jobs wait."""
+    """Put jobs whose lease ran out back in line, fail those whose runner did not come, say "look" where jobs wait."""
     from harvest.selectors import models_with_waiting_jobs
 
     services.end_expired_leases()
+    services.end_graces()
     for model in models_with_waiting_jobs():
         services.tell_runners(model)
 
 
 @shared_task(name="harvest.sweep_slowly", ignore_result=True)
 def sweep_slowly() -> None:
-    """Fail jobs that nobody took, and delete files that are not needed."""
+    """Fail jobs that nobody took, end Holds whose job is gone, and delete files that are not needed."""
     services.fail_untaken()
+    services.end_orphaned_harvest_holds()
     services.delete_old_files()
     try:
         services.delete_unneeded_files()

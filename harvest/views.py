@@ -28,7 +28,7 @@ from harvest.serializers import (
     job_as_json,
 )
 from harvest.waiting import wait_for_change
-from inference.selectors import CatalogueModel, catalogue
+from inference.selectors import catalogue
 
 WAIT_AT_MOST = 60
 DECLINED = {"X-Acs-Longpoll": "declined", "Retry-After": "3"}
@@ -51,8 +51,8 @@ class HarvestsView(ApiView):
         plan = await in_thread_if(is_large, plan_harvest, fields, model)
         user, key = _caller(request)
         job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan)
-        # Shielded: whether or not the client waits for it, the job must end when no runner comes.
-        await asyncio.shield(asyncio.create_task(_require_runner(job, model), name="require-runner"))
+        if job.runner_due_at is not None:
+            await _wait_for_runner(job)
         answer = job_as_json(job, base_url=base_url(request._request))
         return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
 
@@ -134,18 +134,26 @@ def _caller(request: Request) -> tuple[User, ApiKey]:
     return cast("User", request.user), cast("ApiKey", request.auth)
 
 
-async def _require_runner(job: HarvestJob, model: CatalogueModel) -> None:
-    """Wait for a runner of the model within the grace; without one the job ends, and `503 harvest_unavailable`."""
+async def _wait_for_runner(job: HarvestJob) -> None:
+    """Wait for a runner of the model within the grace; without one the job ends, and `503 harvest_unavailable`.
+
+    Shielded: whether or not the client waits for it, the job must end when no runner comes.
+    """
+    await asyncio.shield(asyncio.create_task(_require_runner(job), name="require-runner"))
+
+
+async def _require_runner(job: HarvestJob) -> None:
     deadline = time.monotonic() + settings.RUNNER_GRACE.total_seconds()
-    while not await selectors.is_runner_registered(model.id):
+    while not await selectors.is_runner_registered(job.base_model_id):
         if time.monotonic() >= deadline:
-            error = f"No runner is there for {model.name}."
+            error = services.NO_RUNNER.format(model=job.model)
             if await database_step(services.fail_unavailable, job_id=job.pk, error=error):
                 raise ApiError(
                     ErrorCode.HARVEST_UNAVAILABLE, f"{error} Try again later.", extra={"job_id": str(job.pk)}
                 )
             return
         await asyncio.sleep(RUNNER_LOOK_SECONDS)
+    await database_step(services.take_in, job_id=job.pk)
 
 
 async def _cancel(request: Request, job_id: uuid.UUID) -> Response:

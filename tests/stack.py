@@ -75,6 +75,7 @@ class Stack:
             "BROKER_URL": broker_url,
             "STORAGE_URL": self.files.as_uri(),
             "PUBLIC_URL": self.base_url,
+            "MONTHLY_TOKENS": "1000000000000",
         }
         self.manage("migrate", "--verbosity", "0")
         self.manage("addmodel", "tiny", "--source", str(tiny_model), "--dtype", "float32", "--max-num-seqs", "64")

@@ -14,7 +14,7 @@ from budgets.months import month_end, month_of, month_start
 from budgets.services import settle_hold, take_hold
 from tests.budgets.people import make_user, new_work
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.urls("tests.budgets.urls")]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def spend() -> tuple[User, str, list[str]]:

@@ -82,7 +82,8 @@ def test_a_claim_reads_a_few_rows_of_each_waiting_user_however_many_jobs_there_a
     model = make_model()
     submit_for(string.ascii_lowercase[:20], model)
     columns = [field.attname for field in HarvestJob._meta.concrete_fields]
-    fresh = ["gen_random_uuid()" if name in ("id", "run_id") else name for name in columns]
+    unique = {"id": "gen_random_uuid()", "run_id": "gen_random_uuid()", "hold_id": "NULL"}
+    fresh = [unique.get(name, name) for name in columns]
     ended = [
         {"status": "'cancelled'", "completed_at": "now()", "tokens": "0"}.get(name, value)
         for name, value in zip(columns, fresh, strict=True)

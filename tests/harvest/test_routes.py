@@ -13,6 +13,7 @@ from django.db.models.functions import Now
 from pytest_django import Settings
 
 from accounts.models import ApiKey
+from budgets.limits import set_monthly_tokens
 from harvest import services
 from harvest.models import HarvestJob
 from harvest.waiting import GRACE_SECONDS
@@ -68,6 +69,25 @@ def error(answer: httpx.Response) -> tuple[int, str, str | None]:
     return answer.status_code, body["code"], body["param"]
 
 
+def held(client: httpx.Client) -> int:
+    return int(client.get("/v1/budget").json()["held"])
+
+
+def test_what_waits_is_held_and_what_does_not_fit_is_refused(
+    client: httpx.Client, key_and_text: tuple[ApiKey, str]
+) -> None:
+    set_monthly_tokens(user=key_and_text[0].user, monthly_tokens=11)
+    job = submit(client).json()
+    assert (job["reserved_tokens"], held(client)) == (6, 6)
+    refused = submit(client)
+    assert error(refused) == (429, "budget_exceeded", None)
+    assert refused.headers["x-should-retry"] == "false"
+    assert "Retry-After" not in refused.headers
+    client.delete(f"/v1/harvest/{job['job_id']}")
+    assert held(client) == 0
+    assert submit(client).status_code == 202
+
+
 def test_a_submit_is_accepted_and_says_where_the_job_is(client: httpx.Client) -> None:
     answer = submit(client)
     assert answer.status_code == 202
@@ -93,7 +113,8 @@ def test_a_wrong_field_is_refused_by_name(
     assert not HarvestJob.objects.exists()
 
 
-def test_a_body_may_be_larger_here_than_elsewhere(client: httpx.Client) -> None:
+def test_a_body_may_be_larger_here_than_elsewhere(client: httpx.Client, settings: Settings) -> None:
+    settings.MONTHLY_TOKENS = 10_000_000
     # 12 MB of JSON, for 2,000,000 characters.
     body = b'{"model": "tiny", "prompts": ["' + b"\\u65e5" * 2_000_000 + b'"]}'
     assert client.post("/v1/harvest", content=body, headers={"Content-Type": "application/json"}).status_code == 202
@@ -139,6 +160,7 @@ def test_without_a_runner_the_job_is_kept_as_failed(client: httpx.Client, settin
     job = client.get(f"/v1/harvest/{answer.json()['job_id']}").json()
     assert (job["status"], job["tokens"]) == ("failed", 0)
     assert job["error"] == "No runner is there for tiny."
+    assert held(client) == 0
     assert job["completed_at"] is not None
 
 

@@ -25,11 +25,15 @@ TEXT = "The children asked why the sky is blue, and why the grass is not; nobody
 LONG: dict[str, Any] = {"prompts": [f"{index}: {TEXT * 20}" for index in range(120)], "layers": "all", "shard_size": 4}
 PARTS: tuple[Part, ...] = ("api", "runner", "scheduler")
 ROW = """
+from budgets.models import Hold
+from budgets.selectors import imbalances
 from harvest.models import HarvestJob
 job = HarvestJob.objects.get(pk=job_id)
 result = {
     "status": job.status, "claims": job.claims, "tries": job.tries, "tokens": job.tokens,
     "shards": list(job.shards.values_list("key", flat=True)),
+    "holds": list(Hold.objects.filter(work_kind="harvest", work_id=str(job.pk)).values_list("state", "charged")),
+    "imbalances": [imbalance.row for imbalance in imbalances()],
 }
 """
 LET_THE_LEASE_RUN_OUT = """
@@ -76,6 +80,7 @@ def test_a_job_whose_runner_is_killed_is_finished_by_another(harvest_stack: Stac
     harvest_stack.kill("runner")
     left = row(harvest_stack, job)
     assert left["status"] == "running"
+    assert left["holds"] == [["live", None]]
     assert 3 <= len(left["shards"]) < 30
     started_at = read_job(harvest_stack, job["job_id"])["started_at"]
     harvest_stack.start("runner")
@@ -84,6 +89,7 @@ def test_a_job_whose_runner_is_killed_is_finished_by_another(harvest_stack: Stac
     after = row(harvest_stack, job)
     assert (after["claims"], after["tries"]) == (2, 1)
     assert harvest.job["started_at"] == started_at
+    assert (after["holds"], after["imbalances"]) == ([["settled", harvest.job["tokens"]]], [])
     # What was whole was kept, the rest was written to a place of its own.
     assert after["shards"][: len(left["shards"])] == left["shards"]
     assert all("claim_2" in key for key in after["shards"][len(left["shards"]) :])
