@@ -6,6 +6,7 @@ from django.contrib import admin
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
 
+from budgets import spend_admin  # noqa: F401 (registers its own)
 from budgets.limits import set_monthly_tokens
 from budgets.models import Budget, Hold, KeyUse, LedgerEntry, MonthlyLimit
 

@@ -161,3 +161,68 @@ class LedgerEntry(models.Model):
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens for {self.work_kind} {self.work_id}"
+
+
+class SpendLimit(models.Model):
+    """What GPU time may cost, in USD, in a calendar day and month (UTC), and the pause by hand. There is one row.
+
+    An empty limit is none; a missing row is no limit and no pause.
+    """
+
+    ONLY = 1
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=ONLY, editable=False)
+    usd_per_day = models.DecimalField(
+        max_digits=12, decimal_places=2, null=True, blank=True, help_text="Empty: no limit. 0: no new GPU work."
+    )
+    usd_per_month = models.DecimalField(
+        max_digits=12, decimal_places=2, null=True, blank=True, help_text="Empty: no limit. 0: no new GPU work."
+    )
+    is_paused = models.BooleanField(default=False, help_text="New GPU work is refused; what runs goes on.")
+    pause_ends_at = models.DateTimeField(null=True, blank=True, help_text="Empty: the pause ends by hand.")
+
+    class Meta:
+        verbose_name = "Spend limit"
+        constraints = [
+            models.CheckConstraint(condition=Q(id=1), name="budgets_spendlimit_only_one"),
+            models.CheckConstraint(
+                condition=(Q(usd_per_day__isnull=True) | Q(usd_per_day__gte=0))
+                & (Q(usd_per_month__isnull=True) | Q(usd_per_month__gte=0)),
+                name="budgets_spendlimit_not_negative",
+                violation_error_message="A limit is 0 or more.",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return "Spend limit"
+
+
+class GpuTime(models.Model):
+    """How long one engine was up in one day (UTC), from `since` to `until`, which moves with its heartbeats.
+
+    It costs (until - since) x gpus x usd_per_gpu_hour; a price that changes counts for the engine's whole day.
+    """
+
+    engine_id = models.UUIDField()
+    day = models.DateField()
+    model = models.CharField(max_length=100)
+    kind = models.CharField(max_length=10)
+    gpus = models.PositiveIntegerField()
+    usd_per_gpu_hour = models.DecimalField(max_digits=10, decimal_places=4)
+    since = models.DateTimeField()
+    until = models.DateTimeField()
+
+    class Meta:
+        verbose_name = verbose_name_plural = "GPU time"
+        constraints = [
+            models.UniqueConstraint(fields=["day", "engine_id"], name="budgets_gputime_one_a_day"),
+            models.CheckConstraint(condition=Q(until__gte=F("since")), name="budgets_gputime_goes_forward"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.model}, {self.day}"
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Seconds up x GPUs."""
+        return (self.until - self.since).total_seconds() * self.gpus

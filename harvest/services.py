@@ -31,6 +31,7 @@ from budgets.services import (
     settle_hold,
     take_hold,
 )
+from budgets.spend import may_start_work
 from harvest.limits import UNFINISHED, lock_payers, require_monthly_count, require_place, require_storage
 from harvest.models import FilesToDelete, HarvestCorpus, HarvestJob, HarvestShard
 from harvest.selectors import has_runner, no_such_harvest
@@ -247,7 +248,13 @@ def end_orphaned_harvest_holds() -> SweepCount:
 
 
 def fail_untaken() -> int:
-    """Fail jobs that have waited for a runner longer than `settings.HARVEST_PENDING_AT_MOST`; returns how many."""
+    """Fail jobs that have waited for a runner longer than `settings.HARVEST_PENDING_AT_MOST`; returns how many.
+
+    The time under a Spend limit or a pause, when no runner may take a job, does not count.
+    """
+    if not may_start_work():
+        HarvestJob.objects.filter(status=HarvestJob.Status.PENDING).update(waiting_since=Now())
+        return 0
     hours = settings.HARVEST_PENDING_AT_MOST.total_seconds() / 3600
     with transaction.atomic():
         late = HarvestJob.objects.filter(

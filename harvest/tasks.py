@@ -6,6 +6,7 @@ import structlog
 from celery import shared_task
 
 from acsinfra.core.storage import StorageError
+from budgets.spend import may_start_work
 from harvest import services
 
 logger = structlog.get_logger(__name__)
@@ -29,6 +30,8 @@ def sweep() -> None:
 
     services.end_expired_leases()
     services.end_graces()
+    if not may_start_work():
+        return
     for model in models_with_waiting_jobs():
         services.tell_runners(model)
 

@@ -18,6 +18,7 @@ from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.fields import query_integer
 from acsinfra.core.file_links import base_url
 from acsinfra.core.threads import in_thread_if
+from budgets.spend import require_spending_async
 from harvest import selectors, services
 from harvest.models import HarvestJob
 from harvest.plans import plan_harvest
@@ -49,6 +50,7 @@ class HarvestsView(ApiView):
         fields = await in_thread_if(is_large, HarvestRequestSerializer.validated, self.json)
         model = (await catalogue()).get(fields["model"])
         plan = await in_thread_if(is_large, plan_harvest, fields, model)
+        await require_spending_async()
         user, key = _caller(request)
         job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan)
         if job.runner_due_at is not None:

@@ -31,6 +31,8 @@ class BaseModelForm(forms.ModelForm[BaseModel]):
             "dtype",
             "max_model_len",
             "tensor_parallel_size",
+            "gpus",
+            "usd_per_gpu_hour",
             "kv_cache_bytes",
             "max_num_seqs",
             "extra_args",

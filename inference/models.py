@@ -47,6 +47,21 @@ class BaseModel(models.Model):
         help_text="Lowers the context; empty: its own.",
     )
     tensor_parallel_size = models.PositiveIntegerField(default=1, validators=[MinValueValidator(1)])
+    gpus = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        validators=[MinValueValidator(1)],
+        verbose_name="GPUs",
+        help_text="That one engine costs; empty: the tensor parallel size.",
+    )
+    usd_per_gpu_hour = models.DecimalField(
+        max_digits=10,
+        decimal_places=4,
+        default=0,
+        validators=[MinValueValidator(0)],
+        verbose_name="USD per GPU hour",
+        help_text="What the Spend limit counts for an engine that is up.",
+    )
     kv_cache_bytes = models.PositiveBigIntegerField(null=True, blank=True, help_text="Empty: vLLM decides.")
     max_num_seqs = models.PositiveIntegerField(
         default=256, validators=[MinValueValidator(1)], help_text="Sequences that an engine runs at once."
@@ -76,6 +91,10 @@ class BaseModel(models.Model):
                 condition=Q(tensor_parallel_size__gte=1, max_num_seqs__gte=1), name="inference_model_engine_sizes"
             ),
             models.CheckConstraint(
+                condition=(Q(gpus__isnull=True) | Q(gpus__gte=1)) & Q(usd_per_gpu_hour__gte=0),
+                name="inference_model_price",
+            ),
+            models.CheckConstraint(
                 condition=Q(n_layers__gte=1, hidden_size__gte=1, vocab_size__gte=1, context_length__gte=2)
                 & ~Q(activation_dtype="auto"),
                 name="inference_model_checkpoint_facts",
@@ -103,6 +122,11 @@ class BaseModel(models.Model):
     def effective_max_model_len(self) -> int:
         """The context that requests and harvests have: the checkpoint's, or the operator's lower one."""
         return self.max_model_len if self.max_model_len is not None else self.context_length
+
+    @property
+    def gpu_count(self) -> int:
+        """The GPUs whose time one engine costs."""
+        return self.gpus if self.gpus is not None else self.tensor_parallel_size
 
 
 class CheckpointFiles(models.Model):
@@ -137,6 +161,7 @@ class Engine(models.Model):
     status = models.CharField(max_length=10, choices=Status, default=Status.STARTING)
     host = models.CharField(max_length=255)
     pid = models.PositiveIntegerField()
+    gpus = models.PositiveIntegerField(default=1, verbose_name="GPUs")
     started_at = models.DateTimeField(auto_now_add=True)
     live_at = models.DateTimeField(null=True)
     heartbeat_at = models.DateTimeField()

@@ -14,6 +14,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import ProtectedError, RestrictedError
 from django.db.models.functions import Now
 
+from budgets.spend import record_gpu_time
 from inference.checkpoints import CheckpointError, CheckpointFacts, checkpoint_folder, read_checkpoint_facts
 from inference.models import BaseModel, CheckpointFiles, Engine
 from inference.wire import EngineOptions
@@ -26,6 +27,8 @@ CHANGEABLE_FIELDS: Final = CHECKPOINT_FIELDS | {
     "has_harvest",
     "max_model_len",
     "tensor_parallel_size",
+    "gpus",
+    "usd_per_gpu_hour",
     "kv_cache_bytes",
     "max_num_seqs",
     "extra_args",
@@ -107,23 +110,31 @@ def engine_options(*, model: BaseModel, checkpoint: str) -> EngineOptions:
 
 
 def register_engine(*, model: BaseModel, kind: Engine.Kind) -> Engine:
-    """Write the row of an engine that starts in this process, `starting` until `mark_live`."""
-    return Engine.objects.create(
-        base_model=model, kind=kind, host=socket.gethostname()[:255], pid=os.getpid(), heartbeat_at=Now()
+    """Write the row of an engine that starts in this process, `starting` until `mark_live`; its GPU time begins."""
+    engine = Engine.objects.create(
+        base_model=model,
+        kind=kind,
+        host=socket.gethostname()[:255],
+        pid=os.getpid(),
+        gpus=model.gpu_count,
+        heartbeat_at=Now(),
     )
+    _record_gpu_time(engine)
+    return engine
 
 
 def heartbeat(*, engine: Engine) -> bool:
-    """Say that the engine is alive, by the database's clock; writes its row anew when it was swept in a long silence.
+    """Say that the engine is alive, by the database's clock, and record its GPU time until now.
 
-    False when the model itself was removed: the engine has nothing left to serve.
+    Writes its row anew when it was swept in a long silence. False when the model itself was removed: the engine has
+    nothing left to serve.
     """
-    if Engine.objects.filter(pk=engine.pk).update(heartbeat_at=Now()):
-        return True
-    try:
-        _write_again(engine)
-    except IntegrityError:
-        return False
+    if not Engine.objects.filter(pk=engine.pk).update(heartbeat_at=Now()):
+        try:
+            _write_again(engine)
+        except IntegrityError:
+            return False
+    _record_gpu_time(engine)
     return True
 
 
@@ -143,7 +154,8 @@ def mark_starting(*, engine: Engine) -> None:
 
 
 def leave_engine(*, engine: Engine) -> None:
-    """Take the row of an engine that stops away."""
+    """Take the row of an engine that stops away, and record its GPU time to the end."""
+    _record_gpu_time(engine)
     Engine.objects.filter(pk=engine.pk).delete()
 
 
@@ -161,6 +173,16 @@ def _change(engine: Engine, **changes: Any) -> None:
     engine.refresh_from_db()
 
 
+def _record_gpu_time(engine: Engine) -> None:
+    # The price is read each time: one that an operator sets must count for engines that run already.
+    row = BaseModel.objects.filter(pk=engine.base_model_id).values_list("name", "usd_per_gpu_hour").first()
+    if row is not None:
+        name, price = row
+        record_gpu_time(
+            engine_id=engine.pk, model=name, kind=str(engine.kind), gpus=engine.gpus, usd_per_gpu_hour=price
+        )
+
+
 def _write_again(engine: Engine) -> None:
     # A copy by ids: the model that the engine's instance points to may be gone.
     row = Engine(
@@ -170,6 +192,7 @@ def _write_again(engine: Engine) -> None:
         status=engine.status,
         host=engine.host,
         pid=engine.pid,
+        gpus=engine.gpus,
         live_at=engine.live_at,
         heartbeat_at=Now(),
     )

@@ -14,6 +14,7 @@ from django.db import DatabaseError, connections
 from acsinfra.core.leases import LeaseLostError, claim_next
 from acsinfra.core.shared_folder import FolderNotSharedError, require_shared_folder
 from acsinfra.core.storage import StorageError, get_storage
+from budgets.spend import may_start_work
 from harvest import services
 from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
@@ -73,6 +74,8 @@ class Runner:
         forget_engine_processes(ENGINE_STATE, engine_name=self._name)
 
     def _run_next(self) -> bool:
+        if not may_start_work():
+            return False
         job = claim_next(HarvestJob, base_model_id=self._model.pk, owner=self._owner, lease=settings.LEASE)
         if job is None:
             return False

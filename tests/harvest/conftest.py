@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import zstandard
 from django.utils import timezone
+from pytest_django import Settings
+from redis import Redis
 
 from accounts.models import ApiKey, User
 from accounts.services import create_key, create_user
-from harvest.services import HarvestPlan
+from harvest.services import HarvestPlan, runner_queue
 from inference.models import BaseModel, CheckpointFiles
 
 type MakePlan = Callable[..., HarvestPlan]
@@ -80,6 +82,14 @@ def user(db: None) -> User:
 def key(user: User) -> ApiKey:
     """Return a key of `user`."""
     return make_key(user)
+
+
+@pytest.fixture
+def looks(settings: Settings) -> Redis:
+    """Return the broker, without any message for the runners of `tiny`."""
+    broker: Redis = Redis.from_url(settings.BROKER_URL)
+    broker.delete(runner_queue("tiny"))
+    return broker
 
 
 OWNER = uuid.UUID(int=1)

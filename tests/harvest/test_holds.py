@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,15 +13,18 @@ import pytest
 from django.db import connection
 from django.db.models.functions import Now
 from django.utils import timezone
+from redis import Redis
 
 from accounts.models import ApiKey, User
 from acsinfra.core.errors import ApiError
 from budgets.limits import set_key_cap, set_monthly_tokens
-from budgets.models import Hold, LedgerEntry
+from budgets.models import Hold, LedgerEntry, SpendLimit
 from budgets.selectors import budget_summary, imbalances
 from budgets.services import SweepCount, settle_hold
+from budgets.spend import forget_spending
 from harvest import services, tasks
 from harvest.models import HarvestCorpus, HarvestJob
+from harvest.runner.worker import Runner
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
 from tests.harvest.child import RESULT
@@ -306,3 +310,43 @@ def test_what_no_row_has_cannot_be_changed(db: None) -> None:
         with pytest.raises(ApiError) as caught:
             act(job_id=uuid.UUID(int=9))
         assert caught.value.status == 404
+
+
+# The Spend limit
+
+
+@pytest.fixture
+def paused() -> Iterator[SpendLimit]:
+    limit = SpendLimit.objects.create(is_paused=True)
+    forget_spending()
+    yield limit
+    forget_spending()
+
+
+def end_the_pause(limit: SpendLimit) -> None:
+    limit.is_paused = False
+    limit.save()
+    forget_spending()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_waits_goes_on_waiting_under_the_spend_limit(
+    job: HarvestJob, user: User, model: BaseModel, paused: SpendLimit, looks: Redis
+) -> None:
+    register_engine(model=model, kind=Engine.Kind.RUNNER)
+    HarvestJob.objects.update(waiting_since=timezone.now() - timedelta(hours=25))
+    looks.delete(services.runner_queue("tiny"))
+    runner = Runner(model=model, checkpoint="/nowhere", is_stopping=lambda: False)
+    runner.run_waiting_jobs()
+    tasks.sweep()
+    tasks.sweep_slowly()
+    job.refresh_from_db()
+    assert (job.status, job.claims, money(user)) == ("pending", 0, (0, 12))
+    assert looks.llen(services.runner_queue("tiny")) == 0
+    end_the_pause(paused)
+    tasks.sweep_slowly()
+    tasks.sweep()
+    job.refresh_from_db()
+    assert job.status == "pending"
+    assert looks.llen(services.runner_queue("tiny")) == 1
+    looks.delete(services.runner_queue("tiny"))

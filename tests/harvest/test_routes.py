@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import httpx
@@ -14,6 +15,8 @@ from pytest_django import Settings
 
 from accounts.models import ApiKey
 from budgets.limits import set_monthly_tokens
+from budgets.models import SpendLimit
+from budgets.spend import forget_spending
 from harvest import services
 from harvest.models import HarvestJob
 from harvest.waiting import GRACE_SECONDS
@@ -85,6 +88,26 @@ def test_what_waits_is_held_and_what_does_not_fit_is_refused(
     assert "Retry-After" not in refused.headers
     client.delete(f"/v1/harvest/{job['job_id']}")
     assert held(client) == 0
+    assert submit(client).status_code == 202
+
+
+def test_past_the_spend_limit_no_new_job_is_taken_and_reading_goes_on(client: httpx.Client, job: HarvestJob) -> None:
+    SpendLimit.objects.create(is_paused=True, pause_ends_at=Now() + timedelta(seconds=100))
+    forget_spending()
+    refused = submit(client)
+    assert error(refused) == (429, "spend_cap", None)
+    assert 90 < int(refused.headers["Retry-After"]) <= 100
+    # The fields and the model come first.
+    assert error(submit(client, layers=[9])) == (400, "invalid_request", "layers.0")
+    assert client.get(f"/v1/harvest/{job.pk}").status_code == client.get("/v1/harvest").status_code == 200
+    SpendLimit.objects.update(pause_ends_at=None)
+    forget_spending()
+    refused = submit(client)
+    assert error(refused) == (429, "spend_cap", None)
+    assert refused.headers["x-should-retry"] == "false"
+    assert client.delete(f"/v1/harvest/{job.pk}").json()["status"] == "cancelled"
+    SpendLimit.objects.update(is_paused=False)
+    forget_spending()
     assert submit(client).status_code == 202
 
 

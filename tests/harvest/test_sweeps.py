@@ -28,14 +28,6 @@ def job(user: User, key: ApiKey, model: BaseModel) -> HarvestJob:
     return services.submit_harvest(user=user, api_key=key, plan=plan_for(model))
 
 
-@pytest.fixture
-def looks(settings: Settings) -> Redis:
-    """Return the broker, without any message for runners."""
-    broker: Redis = Redis.from_url(settings.BROKER_URL)
-    broker.delete(services.runner_queue("tiny"))
-    return broker
-
-
 def messages(broker: Redis) -> list[str]:
     """The names of the tasks that wait for the runners of `tiny`."""
     queued = broker.lrange(services.runner_queue("tiny"), 0, -1)

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from django.core.exceptions import ValidationError
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import IntegrityError, connection
+from django.db.models.functions import Now
 from django.test import Client
 
 from accounts.models import User
 from acsinfra.core.db import close_async_pool, database_step
 from acsinfra.core.errors import ApiError
+from budgets.models import GpuTime
 from inference import selectors, services
 from inference.checkpoints import CheckpointError
 from inference.models import BaseModel, CheckpointFiles, Engine
@@ -305,6 +308,33 @@ def test_an_engine_whose_model_was_removed_is_told_so(tiny_model: Path) -> None:
     assert not Engine.objects.exists()
 
 
+def test_an_engine_records_its_gpu_time_with_each_heartbeat(tiny_model: Path) -> None:
+    model = _add(tiny_model)
+    services.update_model(model=model, gpus=4, usd_per_gpu_hour=1)
+    engine = services.register_engine(model=model, kind=Engine.Kind.RUNNER)
+    GpuTime.objects.update(since=Now() - timedelta(seconds=10), until=Now() - timedelta(seconds=10))
+    # What the engine loaded stays; what it costs follows.
+    services.update_model(model=model, gpus=None, usd_per_gpu_hour=Decimal("2.5"))
+    assert services.heartbeat(engine=engine)
+    row = GpuTime.objects.order_by("day").last()
+    assert row is not None
+    assert (row.engine_id, row.model, row.kind, row.gpus) == (engine.pk, "tiny", "runner", 4)
+    assert row.usd_per_gpu_hour == Decimal("2.5")
+    seconds = sum(row.gpu_seconds for row in GpuTime.objects.all())
+    assert 40 <= seconds < 60
+    services.leave_engine(engine=engine)
+    assert sum(row.gpu_seconds for row in GpuTime.objects.all()) > seconds
+
+
+def test_an_engine_costs_its_tensor_parallel_size_unless_told_otherwise(tiny_model: Path) -> None:
+    model = _add(tiny_model)
+    assert model.gpu_count == 1
+    services.update_model(model=model, tensor_parallel_size=2)
+    assert model.gpu_count == 2
+    services.update_model(model=model, gpus=8)
+    assert services.register_engine(model=model, kind=Engine.Kind.RUNNER).gpus == 8
+
+
 def test_a_live_engine_has_the_time_since_when(tiny_model: Path) -> None:
     engine = services.register_engine(model=_add(tiny_model), kind=Engine.Kind.RUNNER)
     with pytest.raises(IntegrityError):
@@ -329,6 +359,7 @@ FORM = {"revision": "", "served_model_name": "", "is_enabled": "on", "has_harves
     "kv_cache_bytes": "",
     "max_num_seqs": "16",
     "extra_args": "{}",
+    "usd_per_gpu_hour": "1.5",
 }
 
 

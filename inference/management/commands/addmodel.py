@@ -1,6 +1,7 @@
 """`manage.py addmodel NAME --source …`: add a Base model, or with --update change one."""
 
 import argparse
+from decimal import Decimal
 from typing import Any
 
 from django.core.exceptions import ValidationError
@@ -27,6 +28,8 @@ class Command(BaseCommand):
         parser.add_argument("--dtype", choices=[str(value) for value in BaseModel.Dtype.values])
         parser.add_argument("--max-model-len", type=int, help="Lowers the context, in tokens.")
         parser.add_argument("--tensor-parallel-size", type=int, help="GPUs (or CPU sockets) that one engine spans.")
+        parser.add_argument("--gpus", type=int, help="GPUs that one engine costs; default: the tensor parallel size.")
+        parser.add_argument("--usd-per-gpu-hour", type=Decimal, help="What the Spend limit counts; default: 0.")
         parser.add_argument("--kv-cache-gib", type=float, help="Memory for keys and values, in GiB.")
         parser.add_argument("--max-num-seqs", type=int, help="Sequences that an engine runs at once.")
         parser.add_argument("--harvest", action=argparse.BooleanOptionalAction, help="Take Harvest jobs (default).")
@@ -64,7 +67,10 @@ class Command(BaseCommand):
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
     """The model's fields that the command line names."""
-    names = ("revision", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "max_num_seqs")
+    names = ("revision", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "max_num_seqs") + (
+        "gpus",
+        "usd_per_gpu_hour",
+    )
     fields = {name: options[name] for name in names if options[name] is not None}
     if options["harvest"] is not None:
         fields["has_harvest"] = options["harvest"]
