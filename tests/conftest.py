@@ -8,6 +8,7 @@ import atexit
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ import pytest
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.supervisor import Supervisor
 from tests.stack import Stack
+
+# Where bytecode is not kept, each process around an engine compiles vLLM's thousands of modules anew: a minute of CPU.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 HOME = Path(tempfile.mkdtemp(prefix="acs-tests-"))
 SUPERVISOR = Supervisor(HOME)

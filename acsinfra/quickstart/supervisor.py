@@ -106,7 +106,8 @@ class Supervisor:
     ) -> Child:
         """Start `command` in a process group of its own and put it on record.
 
-        `before_exec` runs in the child.
+        `before_exec` runs in the child. It keeps bytecode, whatever `env` says: without, each start of an engine
+        would compile vLLM's thousands of modules anew, a minute of CPU.
         """
         log = self.logs / f"{name}.log"
         if log.exists() and log.stat().st_size > LOG_BYTES:
@@ -118,7 +119,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(env),
+                env={name: value for name, value in env.items() if name != "PYTHONDONTWRITEBYTECODE"},
                 cwd=cwd or PROJECT,
                 start_new_session=True,
                 preexec_fn=before_exec,

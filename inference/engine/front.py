@@ -12,6 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from inference.engine.activations import CapturedActivations
 from inference.engine.arguments import make_vllm_config
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
+from inference.engine.fork_server import use_fork_server
 from inference.engine.open_request import EngineFacts, OpenRequest, WorkerRanks
 from inference.engine.row_files import RowShelf
 from inference.engine.self_test import run_self_test
@@ -43,6 +44,7 @@ class InferenceEngine:
         `name` is this engine's among all on the host: a start removes the row files that a crashed one left. Raises
         `EngineRefused`, with nothing left running.
         """
+        use_fork_server()
         shelf = RowShelf(name)
         shelf.sweep()
         config = await asyncio.to_thread(make_vllm_config, options)

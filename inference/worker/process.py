@@ -25,6 +25,7 @@ from acsinfra.core.courier import Courier
 from inference.bus.envelope import Envelope
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import EngineRefused
+from inference.engine.fork_server import start_fork_server
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
 from inference.models import BaseModel
 from inference.services import engine_options
@@ -111,7 +112,8 @@ class InferenceWorker:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self, registration: Registration) -> None:
-        # vllm is imported here, and takes seconds: the registration's heartbeats go on meanwhile.
+        # Both import vllm, which takes seconds: the registration's heartbeats go on meanwhile.
+        start_fork_server()
         from inference.engine.front import InferenceEngine
 
         async def start_engine() -> InferenceEngine:

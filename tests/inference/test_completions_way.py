@@ -24,7 +24,9 @@ STOPPED = "A request was stopped: nobody waits for it."
 
 def engine_process(stack: Stack) -> psutil.Process:
     worker = psutil.Process(stack.children["inference"].process.pid)
-    return max(worker.children(recursive=True), key=lambda process: process.memory_info().rss)
+    (fork_server,) = (child for child in worker.children() if "forkserver" in " ".join(child.cmdline()))
+    (engine,) = fork_server.children()
+    return engine
 
 
 def busy_share(process: psutil.Process, seconds: float) -> float:

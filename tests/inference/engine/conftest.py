@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inference.engine.environment import prepare_environment
+from inference.engine.fork_server import start_fork_server
 from inference.wire import EngineOptions, EngineRequest
 from tests.inference.engine.reference import ReferenceModel
 from tests.tiny_model import make_tiny_model
@@ -28,6 +29,7 @@ START_SECONDS = 900.0
 def prepare_once() -> None:
     """Prepare this process for engines."""
     prepare_environment(checkpoint=".", tensor_parallel_size=1, shares_machine=True)
+    start_fork_server()
 
 
 class EngineThread:
