@@ -18,6 +18,8 @@ from kombu.exceptions import OperationalError
 from accounts.models import ApiKey, User
 from acsinfra.celery import app
 from acsinfra.core.errors import ApiError, ErrorCode
+from acsinfra.core.idempotency import IdempotentRequest, bind_work, free_work
+from acsinfra.core.ids import new_uuid7
 from acsinfra.core.leases import LeaseLostError, lock_expired, lock_leased, put_back
 from acsinfra.core.shared_folder import record_storage_folder
 from acsinfra.core.storage import StoredObject, get_storage
@@ -63,22 +65,38 @@ class HarvestPlan:
     bytes_at_most: int
 
 
-def submit_harvest(*, user: User, api_key: ApiKey | None, plan: HarvestPlan) -> HarvestJob:
-    """Put a job in line, its reserved tokens held.
+class AlreadySubmitted(Exception):
+    """The request's Idempotency-Key has made the job `job_id` already."""
+
+    def __init__(self, job_id: uuid.UUID) -> None:
+        super().__init__(str(job_id))
+        self.job_id = job_id
+
+
+def submit_harvest(
+    *, user: User, api_key: ApiKey | None, plan: HarvestPlan, request: IdempotentRequest | None = None
+) -> HarvestJob:
+    """Put a job in line, its reserved tokens held; `request` is to be done once.
 
     Raises ApiError: `harvest_concurrency_exceeded`, `harvest_quota_exceeded`, `corpus_too_large`, `budget_exceeded`,
-    and `401` when the key or the User has been deleted meanwhile. The rows of the User and the key are locked first,
+    and `401` when the key or the User has been deleted meanwhile; for `request` also AlreadySubmitted and
+    `idempotency_conflict`. The rows of the User and the key are locked first,
     so that of two submits at once one sees the other.
     """
     record_storage_folder()
     prompts_zstd = zstandard.compress(json.dumps(plan.prompts, ensure_ascii=False).encode(), level=3)
     with transaction.atomic():
         owner = lock_payers(user, api_key)
+        job_id = new_uuid7()
+        # Before the limits: the first of two at once may have taken the last place for both.
+        if request is not None and (bound := bind_work(request, job_id)) != job_id:
+            raise AlreadySubmitted(bound)
         require_place(owner, api_key)
         require_monthly_count(owner, api_key)
         require_storage(owner, plan.bytes_at_most)
         check_room(user=owner, api_key=api_key, tokens=plan.reserved_tokens)
         job = HarvestJob(
+            id=job_id,
             user=owner,
             api_key=api_key,
             base_model_id=plan.base_model_id,
@@ -140,7 +158,7 @@ def fail_unavailable(*, job_id: uuid.UUID, error: str) -> bool:
         job = _lock(job_id)
         if job.status != HarvestJob.Status.PENDING or job.started_at is not None:
             return False
-        _end(job, HarvestJob.Status.FAILED, tokens=0, error=error)
+        _fail_unavailable(job, error)
     return True
 
 
@@ -231,7 +249,7 @@ def end_graces() -> int:
             if job.started_at is not None or has_runner(job.base_model_id):
                 take_in(job_id=job.pk)
             else:
-                _end(job, HarvestJob.Status.FAILED, tokens=0, error=NO_RUNNER.format(model=job.model))
+                _fail_unavailable(job, NO_RUNNER.format(model=job.model))
     return len(jobs)
 
 
@@ -331,6 +349,12 @@ def _end(
         let_go_of_files(job, after=2 * settings.LEASE)
         job.shards.all().delete()
     logger.info("harvest ended", job_id=str(job.id), status=str(status), tokens=tokens)
+
+
+def _fail_unavailable(job: HarvestJob, error: str) -> None:
+    _end(job, HarvestJob.Status.FAILED, tokens=0, error=error)
+    # Refused before any work: a retry with the same Idempotency-Key is to find a runner, not this failure.
+    free_work(user_id=job.user_id, work_id=job.pk)
 
 
 def _end_hold(job: HarvestJob, hold_id: uuid.UUID) -> None:

@@ -17,6 +17,13 @@ from acsinfra.core.db import database_step
 from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.fields import query_integer
 from acsinfra.core.file_links import base_url
+from acsinfra.core.idempotency import (
+    HEADER,
+    IdempotentRequest,
+    find_work_async,
+    idempotent_request,
+    read_idempotency_key,
+)
 from acsinfra.core.threads import in_thread_if
 from budgets.spend import require_spending_async
 from harvest import selectors, services
@@ -42,21 +49,45 @@ class HarvestsView(ApiView):
     @extend_schema(
         operation_id="create_harvest",
         request=HarvestRequestSerializer,
-        responses={202: OpenApiResponse(HarvestJobSerializer, description="The job, pending.")},
+        parameters=[
+            OpenApiParameter(
+                HEADER,
+                str,
+                OpenApiParameter.HEADER,
+                description="1 to 255 printable characters, kept for 24 hours: a retry with it does the work once.",
+            )
+        ],
+        responses={
+            202: OpenApiResponse(HarvestJobSerializer, description="The job, pending."),
+            200: OpenApiResponse(HarvestJobSerializer, description="The job that the Idempotency-Key made, as it is."),
+        },
     )
     async def post(self, request: Request) -> Response:
         """Queue a Harvest job: the residual stream of each token of up to 4,096 prompts, as files to download."""
         is_large = len(request._request.body) > PARSE_HERE_BYTES
+        once = await in_thread_if(is_large, self._read_once, request)
+        if once is not None and (job_id := await find_work_async(once)) is not None:
+            return Response(await _answer(request, job_id))
         fields = await in_thread_if(is_large, HarvestRequestSerializer.validated, self.json)
         model = (await catalogue()).get(fields["model"])
         plan = await in_thread_if(is_large, plan_harvest, fields, model)
         await require_spending_async()
         user, key = _caller(request)
-        job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan)
+        try:
+            job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan, request=once)
+        except services.AlreadySubmitted as already:
+            return Response(await _answer(request, already.job_id))
         if job.runner_due_at is not None:
             await _wait_for_runner(job)
         answer = job_as_json(job, base_url=base_url(request._request))
         return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
+
+    def _read_once(self, request: Request) -> IdempotentRequest | None:
+        key = read_idempotency_key(request, required=False)
+        if key is None:
+            return None
+        user, _ = _caller(request)
+        return idempotent_request(user_id=user.pk, key=key, route="POST /v1/harvest", body=self.json)
 
     @extend_schema(
         operation_id="list_harvests",

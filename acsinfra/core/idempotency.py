@@ -233,6 +233,15 @@ def bind_work(request: IdempotentRequest, work_id: uuid.UUID) -> uuid.UUID:
     raise in_progress()
 
 
+def free_work(*, user_id: int, work_id: uuid.UUID) -> None:
+    """The work was refused after all, before it began: a retry may try again. In the transaction that writes so."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "DELETE FROM acsinfra_idempotencykey WHERE user_id = %(user)s AND work_id = %(work)s",
+            {"user": user_id, "work": work_id},
+        )
+
+
 # Work that is an answer: Completions
 
 

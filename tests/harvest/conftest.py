@@ -1,10 +1,11 @@
 """What tests of Harvest jobs share."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import httpx
 import pytest
 import zstandard
 from django.utils import timezone
@@ -14,7 +15,11 @@ from redis import Redis
 from accounts.models import ApiKey, User
 from accounts.services import create_key, create_user
 from harvest.services import HarvestPlan, runner_queue
-from inference.models import BaseModel, CheckpointFiles
+from inference import selectors
+from inference.models import BaseModel, CheckpointFiles, Engine
+from inference.services import register_engine
+from tests import live_server
+from tests.live_server import LiveServer
 
 type MakePlan = Callable[..., HarvestPlan]
 
@@ -109,3 +114,49 @@ def let_the_lease_run_out(job_id: uuid.UUID) -> None:
     from harvest.models import HarvestJob
 
     HarvestJob.objects.filter(pk=job_id).update(lease_expires_at=timezone.now() - timedelta(seconds=1))
+
+
+# The API over HTTP
+
+
+@pytest.fixture(scope="module")
+def server(django_db_setup: None) -> Iterator[LiveServer]:
+    with live_server.serve() as server:
+        yield server
+
+
+@pytest.fixture
+def tiny(transactional_db: None) -> BaseModel:
+    """Return a model whose runner is there."""
+    model = make_model()
+    selectors._catalogue._fresh_until = 0.0
+    register_engine(model=model, kind=Engine.Kind.RUNNER)
+    return model
+
+
+@pytest.fixture
+def key_and_text(transactional_db: None) -> tuple[ApiKey, str]:
+    return live_server.make_key(live_server.make_user(harvests_unfinished=100))
+
+
+@pytest.fixture
+def client(server: LiveServer, tiny: BaseModel, key_and_text: tuple[ApiKey, str]) -> Iterator[httpx.Client]:
+    with server.client(key_and_text[1]) as client:
+        yield client
+
+
+def submit(client: httpx.Client, **fields: Any) -> httpx.Response:
+    """Submit a job of one short prompt."""
+    return client.post("/v1/harvest", json={"model": "tiny", "prompts": ["Hello"], **fields})
+
+
+def error(answer: httpx.Response) -> tuple[int, str, str | None]:
+    """Return the status, code and param of an answer that is an error."""
+    body = answer.json()["error"]
+    assert set(body) == {"message", "type", "code", "param"}
+    return answer.status_code, body["code"], body["param"]
+
+
+def held(client: httpx.Client) -> int:
+    """Return the tokens that the User of `client` holds."""
+    return int(client.get("/v1/budget").json()["held"])

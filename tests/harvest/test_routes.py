@@ -3,7 +3,6 @@
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -23,57 +22,17 @@ from harvest.waiting import GRACE_SECONDS
 from inference import selectors
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
-from tests.harvest.conftest import OWNER, claim, make_model, plan_for
-from tests.live_server import LiveServer, make_key, make_user, serve
+from tests.harvest.conftest import OWNER, claim, error, held, plan_for, submit
+from tests.live_server import LiveServer, make_key
 
 pytestmark = pytest.mark.django_db(transaction=True)
 NOBODY = str(uuid.UUID(int=7))
-
-
-@pytest.fixture(scope="module")
-def server(django_db_setup: None) -> Iterator[LiveServer]:
-    with serve() as server:
-        yield server
-
-
-@pytest.fixture
-def tiny(transactional_db: None) -> BaseModel:
-    """Return a model whose runner is there."""
-    model = make_model()
-    selectors._catalogue._fresh_until = 0.0
-    register_engine(model=model, kind=Engine.Kind.RUNNER)
-    return model
-
-
-@pytest.fixture
-def key_and_text(transactional_db: None) -> tuple[ApiKey, str]:
-    return make_key(make_user(harvests_unfinished=100))
-
-
-@pytest.fixture
-def client(server: LiveServer, tiny: BaseModel, key_and_text: tuple[ApiKey, str]) -> Iterator[httpx.Client]:
-    with server.client(key_and_text[1]) as client:
-        yield client
 
 
 @pytest.fixture
 def job(tiny: BaseModel, key_and_text: tuple[ApiKey, str]) -> HarvestJob:
     key = key_and_text[0]
     return services.submit_harvest(user=key.user, api_key=key, plan=plan_for(tiny))
-
-
-def submit(client: httpx.Client, **fields: Any) -> httpx.Response:
-    return client.post("/v1/harvest", json={"model": "tiny", "prompts": ["Hello"], **fields})
-
-
-def error(answer: httpx.Response) -> tuple[int, str, str | None]:
-    body = answer.json()["error"]
-    assert set(body) == {"message", "type", "code", "param"}
-    return answer.status_code, body["code"], body["param"]
-
-
-def held(client: httpx.Client) -> int:
-    return int(client.get("/v1/budget").json()["held"])
 
 
 def test_what_waits_is_held_and_what_does_not_fit_is_refused(
