@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import json
-import threading
+import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 from celery import Celery
-from celery.contrib.testing.worker import start_worker
 
 from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ApiError, ErrorCode
@@ -115,36 +115,29 @@ def test_the_message_is_what_celery_itself_would_send(broker: Broker) -> None:
     assert json.loads(base64.b64decode(ours["body"])) == json.loads(base64.b64decode(theirs["body"]))
 
 
-@pytest.mark.long  # passes alone; a Celery worker that another test ran in this process leaves it without messages
 async def test_a_celery_worker_runs_what_was_published(broker: Broker, courier: Courier) -> None:
-    app = Celery("there", broker=broker.url)
-    app.conf.update(task_ignore_result=True, worker_enable_remote_control=False)
-    received: list[dict[str, Any]] = []
-    arrived = threading.Event()
-
-    @app.task(name=TASK, shared=False)
-    def complete(*, envelope: dict[str, Any]) -> None:
-        received.append(envelope)
-        arrived.set()
-
-    small, large = work("req_small"), work("req_large", prompt=tuple(range(100_000)))
-    worker = start_worker(app, perform_ping_check=False, pool="threads", concurrency=1, queues=[keys.queue(MODEL)])
+    small, large, last = work("req_small"), work("req_large", prompt=tuple(range(100_000))), work("req_last")
     await publish(small, reply_to="api-1", courier=courier)
     await publish(large, reply_to="api-1", courier=courier)
     # A publish that is tried again after a lost connection arrives once.
     await publish(small, reply_to="api-1", courier=courier)
-
-    def consume() -> None:
-        with worker:
-            for _ in range(3000):
-                if len(received) >= 2:
-                    break
-                time.sleep(0.02)
-            time.sleep(0.5)
-
-    await asyncio.to_thread(consume)
+    await publish(last, reply_to="api-1", courier=courier)
+    celery = [sys.executable, "-m", "celery", "--quiet", "--app=tests.inference.celery_there", "worker"]
+    options = ["--pool=solo", f"--queues={keys.queue(MODEL)}", "--without-gossip", "--without-mingle"]
+    worker = await asyncio.create_subprocess_exec(
+        *celery, *options, env=os.environ | {"BROKER_URL": broker.url}, stdout=asyncio.subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    received: list[dict[str, Any]] = []
+    try:
+        async with asyncio.timeout(60):
+            while not received or received[-1]["request_id"] != "req_last":
+                received.append(json.loads(await worker.stdout.readline()))
+    finally:
+        worker.kill()
+        await worker.wait()
+    assert [envelope["request_id"] for envelope in received] == ["req_small", "req_large", "req_last"]
     envelopes = {envelope["request_id"]: msgspec.convert(envelope, Envelope) for envelope in received}
-    assert len(received) == 2
     assert envelopes["req_small"].pieces == 0
     assert envelopes["req_large"].pieces > 1
     assert await read_work(envelopes["req_small"], courier) == small
