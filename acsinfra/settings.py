@@ -195,6 +195,7 @@ REQUESTS_PER_MINUTE = env.int("REQUESTS_PER_MINUTE", default=600)
 MONTHLY_TOKENS = env.int("MONTHLY_TOKENS", default=5_000_000)
 JOBS_UNFINISHED = env.int("JOBS_UNFINISHED", default=100)
 JOBS_RUNNING = env.int("JOBS_RUNNING", default=8)
+JOBS_PER_ENGINE = env.int("JOBS_PER_ENGINE", default=32)
 HARVESTS_UNFINISHED = env.int("HARVESTS_UNFINISHED", default=1)
 HARVESTS_PER_MONTH: int | None = env.int("HARVESTS_PER_MONTH", default=None)
 HARVEST_WAITS_AT_ONCE = env.int("HARVEST_WAITS_AT_ONCE", default=4)
@@ -219,4 +220,5 @@ HARVEST_FILES_KEPT: timedelta | None = (
     timedelta(days=env.float("HARVEST_FILES_KEPT_DAYS")) if env.str("HARVEST_FILES_KEPT_DAYS", default="") else None
 )
 IDEMPOTENCY_KEPT = timedelta(hours=env.float("IDEMPOTENCY_KEPT_HOURS", default=24))
+JOB_RESULTS_KEPT = timedelta(days=env.float("JOB_RESULTS_KEPT_DAYS", default=30))
 LINKS_EXPIRE_AFTER = timedelta(days=env.float("LINKS_EXPIRE_DAYS", default=7))

@@ -19,6 +19,7 @@ urlpatterns = [
     path("v1/budget", BudgetView.as_view()),
     path("", include("inference.urls")),
     path("", include("harvest.urls")),
+    path("", include("jobs.urls")),
     re_path(r"^(?:v1|files)(?:/|$)", views.unknown_route),
     path("admin/", admin.site.urls),
     path("", include("accounts.urls")),

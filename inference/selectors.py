@@ -151,12 +151,17 @@ class Catalogue:
         """The model that requests call `name`; raises `400 model_not_found`."""
         model = self.models.get(name)
         if model is None:
-            raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"The model {name[:100]!r} does not exist here; GET /v1/models lists those that do.",
-                param="model",
-            )
+            raise model_not_found(name)
         return model
+
+
+def model_not_found(name: str) -> ApiError:
+    """A `400 model_not_found` for a model that is not there, or was switched off."""
+    return ApiError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"The model {name[:100]!r} does not exist here; GET /v1/models lists those that do.",
+        param="model",
+    )
 
 
 def require_inference(model: CatalogueModel) -> None:

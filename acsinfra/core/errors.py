@@ -37,13 +37,17 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     IDEMPOTENCY_CONFLICT = "idempotency_conflict"
     IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
+    JOB_CANCELLED = "job_cancelled"
+    JOB_RESULT_EXPIRED = "job_result_expired"
     RATE_LIMITED = "rate_limited"
     QUEUE_FULL = "queue_full"
     BUDGET_EXCEEDED = "budget_exceeded"
+    JOB_CAPACITY = "job_capacity"
     SPEND_CAP = "spend_cap"
     HARVEST_CONCURRENCY_EXCEEDED = "harvest_concurrency_exceeded"
     HARVEST_QUOTA_EXCEEDED = "harvest_quota_exceeded"
     INTERNAL_ERROR = "internal_error"
+    JOB_FAILED = "job_failed"
     ENGINE_ERROR = "engine_error"
     MODEL_UNAVAILABLE = "model_unavailable"
     MODEL_STARTING = "model_starting"
@@ -60,13 +64,17 @@ STATUS_OF_CODE: Mapping[ErrorCode, int] = {
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: 415,
     ErrorCode.IDEMPOTENCY_CONFLICT: 409,
     ErrorCode.IDEMPOTENCY_IN_PROGRESS: 409,
+    ErrorCode.JOB_CANCELLED: 409,
+    ErrorCode.JOB_RESULT_EXPIRED: 410,
     ErrorCode.RATE_LIMITED: 429,
     ErrorCode.QUEUE_FULL: 429,
     ErrorCode.BUDGET_EXCEEDED: 429,
+    ErrorCode.JOB_CAPACITY: 429,
     ErrorCode.SPEND_CAP: 429,
     ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: 429,
     ErrorCode.HARVEST_QUOTA_EXCEEDED: 429,
     ErrorCode.INTERNAL_ERROR: 500,
+    ErrorCode.JOB_FAILED: 500,
     ErrorCode.ENGINE_ERROR: 502,
     ErrorCode.MODEL_UNAVAILABLE: 503,
     ErrorCode.MODEL_STARTING: 503,

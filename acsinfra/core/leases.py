@@ -27,8 +27,9 @@ _PASSED_OVER = """passed_over(user_id) AS MATERIALIZED (
 )"""
 _NOBODY_PASSED_OVER = "passed_over(user_id) AS (SELECT NULL::bigint WHERE false)"
 
-_TAKE = """UPDATE {table} SET status = %(running)s, lease_owner = %(owner)s, lease_expires_at = now() + %(lease)s,
-       claims = claims + 1, started_at = coalesce(started_at, now()), retry_at = NULL
+# By the clock, not the transaction's start: it may have waited long for its turn.
+_TAKE = """UPDATE {table} SET status = %(running)s, lease_owner = %(owner)s, claims = claims + 1, retry_at = NULL,
+       lease_expires_at = clock_timestamp() + %(lease)s, started_at = coalesce(started_at, clock_timestamp())
   FROM taken WHERE {table}.id = taken.id
 RETURNING {table}.id, {table}.user_id"""
 

@@ -1,6 +1,7 @@
 """How answers reach an API process: one stream, one reader, and an inbox for each request that waits."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,9 +32,10 @@ READ_ENTRIES = 64
 CONTROL_LENGTH = 10_000
 
 
-def post_control(courier: Courier, model: str, message: msgspec.Struct) -> None:
-    """Tell every inference worker of `model`."""
-    courier.post("XADD", keys.control(model), "MAXLEN", "~", CONTROL_LENGTH, "*", "c", encode_control(message))
+def post_control(courier: Courier, model: str, message: msgspec.Struct, *, patience: float = math.inf) -> None:
+    """Tell every inference worker of `model`; it is tried for `patience` seconds."""
+    entry = ("c", encode_control(message))
+    courier.post("XADD", keys.control(model), "MAXLEN", "~", CONTROL_LENGTH, "*", *entry, patience=patience)
 
 
 class Inbox:

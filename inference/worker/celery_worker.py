@@ -11,6 +11,7 @@ from django.conf import settings
 from acsinfra.celery import app
 from inference.bus import keys
 from inference.bus.envelope import TASK
+from inference.worker.background import kinds_of_background
 from inference.worker.process import InferenceWorker
 from inference.worker.registry import Registration
 
@@ -36,6 +37,7 @@ def run_celery_worker(worker: InferenceWorker, registration: Registration) -> No
 
     def stop_taking(sender: object, **_: object) -> None:
         registration.leave()
+        worker.stop_taking()
         aborter = threading.Timer(settings.ENGINE_TIME_LIMIT.total_seconds(), worker.abort_all)
         aborter.daemon = True
         aborter.start()
@@ -45,11 +47,12 @@ def run_celery_worker(worker: InferenceWorker, registration: Registration) -> No
     # Reconnect for ever, with the full prefetch: a broker that was away must not leave a slower worker behind.
     app.conf.broker_connection_max_retries = None
     app.conf.worker_enable_prefetch_count_reduction = False
+    model = worker.model.name
     celery_worker = app.Worker(
         hostname=f"{registration.worker}@{registration.engine.host}",
         pool="threads",
         concurrency=worker.model.max_num_seqs,
-        queues=[keys.queue(worker.model.name)],
+        queues=[keys.queue(model), *(kind.queue(model) for kind in kinds_of_background())],
         without_mingle=True,
         without_gossip=True,
         without_heartbeat=True,
@@ -57,7 +60,7 @@ def run_celery_worker(worker: InferenceWorker, registration: Registration) -> No
         redirect_stdouts=False,
         loglevel=settings.LOG_LEVEL,
     )
-    logger.info("The engine is live.", model=worker.model.name, worker=registration.worker)
+    logger.info("The engine is live.", model=model, worker=registration.worker)
     celery_worker.start()
 
 

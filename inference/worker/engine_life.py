@@ -47,6 +47,11 @@ class EngineLife:
         self._serve_with(await self._start())
         self._watch = asyncio.create_task(self._watch_over(), name="engine-watch")
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether an engine serves at this moment."""
+        return self._engine is not None
+
     async def engine(self) -> "InferenceEngine":
         """The engine that serves, waited for while it is being started again."""
         while self._engine is None:

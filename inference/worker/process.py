@@ -23,6 +23,7 @@ from django.conf import settings
 
 from acsinfra.core.courier import Courier
 from inference.bus.envelope import Envelope
+from inference.bus.frames import Cancel, Control
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import EngineRefused
 from inference.engine.fork_server import start_fork_server
@@ -31,6 +32,7 @@ from inference.models import BaseModel
 from inference.services import engine_options
 from inference.tokenization import ModelTokenizer, load_tokenizer
 from inference.wire import EngineOptions
+from inference.worker.background import BackgroundWork, LentEngine, kinds_of_background
 from inference.worker.completions import CompletionService
 from inference.worker.control import ControlReader
 from inference.worker.engine_life import EngineLife
@@ -69,6 +71,7 @@ class InferenceWorker:
         self._control: ControlReader | None = None
         self._courier: Courier | None = None
         self._life: EngineLife | None = None
+        self._background: list[BackgroundWork] = []
         self._gone_watch: asyncio.Task[None] | None = None
         self.is_lost = False
 
@@ -89,6 +92,16 @@ class InferenceWorker:
         """Say that this worker has the Completion in `envelope`, though no thread may be free for it yet."""
         if self._service is not None:
             self._loop.call_soon_threadsafe(self._service.announce, envelope["request_id"], envelope["reply_to"])
+
+    def look(self) -> None:
+        """Background work may have come."""
+        for work in self._background:
+            self._loop.call_soon_threadsafe(work.look)
+
+    def stop_taking(self) -> None:
+        """Begin no more background work; what runs goes on."""
+        for work in self._background:
+            self._loop.call_soon_threadsafe(work.stop_taking)
 
     def abort_all(self) -> None:
         """End what still runs with an error."""
@@ -136,15 +149,32 @@ class InferenceWorker:
             prompts_at_once=self._options.max_num_seqs,
             listening_since=lambda: self._control.listening_since if self._control is not None else 0.0,
         )
-        self._control = ControlReader(url=settings.BROKER_URL, model=self.model.name, on_message=service.obey)
+
+        def obey(message: Control) -> None:
+            service.obey(message)
+            if isinstance(message, Cancel):
+                for work in self._background:
+                    work.cancel(message.request_id)
+
+        self._control = ControlReader(url=settings.BROKER_URL, model=self.model.name, on_message=obey)
         await self._control.listening.wait()
         await self._life.begin()
         self._gone_watch = asyncio.create_task(service.outboxes.watch(service.busy_processes), name="gone-watch")
         self._service = service
+        lent = LentEngine(
+            model=self.model,
+            life=self._life,
+            decode=self._tokenizer.decode,
+            prompts_at_once=self._options.max_num_seqs,
+        )
+        self._background = [kind.begin(lent) for kind in kinds_of_background()]
 
     async def _stop(self) -> None:
         if self._service is not None:
             self._service.return_untouched()
+        for work in self._background:
+            await work.finish(within=DRAIN_SECONDS)
+        if self._service is not None:
             await self._service.outboxes.drain(within=DRAIN_SECONDS)
         if self._gone_watch is not None:
             self._gone_watch.cancel()

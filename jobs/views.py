@@ -1,0 +1,179 @@
+"""The views of `/v1/completion-jobs`."""
+
+import asyncio
+import uuid
+from typing import Any, cast
+
+from django.http.response import HttpResponseBase
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accounts.models import ApiKey, User
+from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.db import database_step
+from acsinfra.core.errors import invalid
+from acsinfra.core.fields import query_integer
+from acsinfra.core.idempotency import find_work_async, idempotent_request, read_idempotency_key
+from acsinfra.core.ids import new_uuid7
+from acsinfra.core.threads import in_thread_if
+from inference.completions import prepare_completion
+from inference.selectors import catalogue
+from jobs import selectors, services
+from jobs.cancelling import cancel
+from jobs.models import CompletionJob
+from jobs.results import answer_result
+from jobs.serializers import (
+    CompletionJobListSerializer,
+    CompletionJobRequestSerializer,
+    CompletionJobSerializer,
+    job_as_json,
+)
+
+ROUTE = "POST /v1/completion-jobs"
+
+
+class JobsView(ApiView):
+    """Completion Jobs."""
+
+    @extend_schema(
+        operation_id="create_completion_job",
+        parameters=[
+            OpenApiParameter(
+                "Idempotency-Key",
+                str,
+                OpenApiParameter.HEADER,
+                required=True,
+                description="1 to 255 printable characters. Sent again with the same request, the Job that it made.",
+            )
+        ],
+        request=CompletionJobRequestSerializer,
+        responses={
+            202: OpenApiResponse(CompletionJobSerializer, description="The Job, queued; `Location` is its path."),
+            200: OpenApiResponse(CompletionJobSerializer, description="The Job that this key made, as it is now."),
+        },
+    )
+    async def post(self, request: Request) -> Response:
+        """Run one Completion on the server, to its end, also when your connection drops."""
+        user, key = _caller(request)
+        text = read_idempotency_key(request, required=True)
+        assert text is not None
+        is_large = len(request._request.body) > PARSE_HERE_BYTES
+        once = await in_thread_if(is_large, _as_idempotent, user.pk, text, self.json)
+        made = await find_work_async(once)
+        if made is not None:
+            return Response(job_as_json(await database_step(selectors.job_of, user, made)))
+        if self.json.get("stream") is True:
+            raise invalid("stream must be false: a Job's result is fetched when it is there.", param="stream")
+        job_id = new_uuid7()
+        models = await catalogue()
+        work = await prepare_completion(self.json, catalogue=models, request_id=f"req_job_{job_id.hex}")
+        model = models.get(work.model)
+        # The Spend limit refuses here.
+        job = await database_step(
+            services.submit_job,
+            user=user,
+            api_key=key,
+            base_model_id=model.id,
+            job_id=job_id,
+            work=work,
+            request=once,
+            is_served=model.inference_status == "live",
+        )
+        answer = job_as_json(job)
+        if job.pk != job_id:
+            return Response(answer)
+        return Response(answer, status=202, headers={"Location": answer["status_url"]})
+
+    @extend_schema(
+        operation_id="list_completion_jobs",
+        parameters=[
+            OpenApiParameter("limit", int, description="1 to 100.", default=20),
+            OpenApiParameter("after", uuid.UUID, description="The id of the last Job of the page before."),
+            OpenApiParameter("status", str, enum=CompletionJob.Status.values),
+            OpenApiParameter("model", str),
+        ],
+        responses=CompletionJobListSerializer,
+    )
+    async def get(self, request: Request) -> Response:
+        """List the User's Jobs, newest first."""
+        query = request._request.GET
+        limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
+        status = query.get("status")
+        if status is not None and status not in CompletionJob.Status.values:
+            raise invalid(f"status must be one of {', '.join(CompletionJob.Status.values)}.", param="status")
+        page = await database_step(
+            selectors.list_jobs,
+            user=_caller(request)[0],
+            limit=limit,
+            after=_query_id(query.get("after")),
+            status=status,
+            model=query.get("model"),
+        )
+        jobs = [job_as_json(job) for job in page.jobs]
+        return Response({"object": "list", "data": jobs, "has_more": page.has_more})
+
+
+class JobView(ApiView):
+    """One Completion Job."""
+
+    @extend_schema(operation_id="get_completion_job", responses=CompletionJobSerializer)
+    async def get(self, request: Request, job_id: uuid.UUID) -> Response:
+        """Return the Job as it is now."""
+        return Response(job_as_json(await _job(request, job_id)))
+
+
+class JobResultView(ApiView):
+    """The result of a Completion Job."""
+
+    @extend_schema(
+        operation_id="get_completion_job_result",
+        responses={
+            200: OpenApiResponse(OpenApiTypes.OBJECT, description="The Completion."),
+            202: OpenApiResponse(CompletionJobSerializer, description="It has not ended; `Retry-After: 1`."),
+        },
+    )
+    async def get(self, request: Request, job_id: uuid.UUID) -> HttpResponseBase:
+        """Return what the Completion answered, with its status; while the Job is not over, 202 and the Job."""
+        job = await _job(request, job_id)
+        if not job.is_ended:
+            return Response(job_as_json(job), status=202, headers={"Retry-After": "1"})
+        return await answer_result(job)
+
+
+class JobCancelView(ApiView):
+    """The cancelling of a Completion Job."""
+
+    takes_json = False
+
+    @extend_schema(operation_id="cancel_completion_job", request=None, responses=CompletionJobSerializer)
+    async def post(self, request: Request, job_id: uuid.UUID) -> Response:
+        """Cancel a Job that has not ended, and answer the Job. One that has ended stays as it is."""
+        job = await _job(request, job_id)
+        # Shielded: once begun it is done, whether or not the client waits for it.
+        job = await asyncio.shield(asyncio.create_task(cancel(job.pk), name="cancel-job"))
+        return Response(job_as_json(job))
+
+
+def _caller(request: Request) -> tuple[User, ApiKey]:
+    return cast("User", request.user), cast("ApiKey", request.auth)
+
+
+async def _job(request: Request, job_id: uuid.UUID) -> CompletionJob:
+    return await database_step(selectors.job_of, _caller(request)[0], job_id)
+
+
+def _as_idempotent(user_id: int, key: str, body: dict[str, Any]) -> Any:
+    return idempotent_request(user_id=user_id, key=key, route=ROUTE, body=body)
+
+
+def _query_id(text: str | None) -> uuid.UUID | None:
+    if text is None:
+        return None
+    try:
+        if len(text) == 36:
+            return uuid.UUID(text)
+    except ValueError:
+        pass
+    raise invalid("after must be the id of a Job.", param="after")
