@@ -19,6 +19,7 @@ class CompletionJob(LeasedWork):
     """
 
     WAITING: ClassVar[str] = "queued"
+    AGE: ClassVar[str] = "created_at, id"
     FRONT: ClassVar[int] = 4_000
 
     class Status(models.TextChoices):
@@ -55,11 +56,15 @@ class CompletionJob(LeasedWork):
             # Also counts the unfinished ones.
             models.Index(fields=["user", "status", "-id"], name="completion_job_of_user_status"),
             models.Index(
-                fields=["base_model", "status", "user", "id"],
+                fields=["base_model", "status", "user", "created_at", "id"],
                 condition=Q(status__in=["queued", "running"]),
                 name="completion_job_order_of_work",
             ),
-            models.Index(fields=["base_model", "id"], condition=Q(status="queued"), name="completion_job_front"),
+            models.Index(
+                fields=["base_model", "created_at", "id"],
+                condition=Q(status="queued", lease_owner__isnull=True),
+                name="completion_job_front",
+            ),
             models.Index(fields=["user"], condition=Q(status="running"), name="completion_job_running"),
             models.Index(fields=["expires_at"], condition=Q(is_erased=False), name="completion_job_expiry"),
         ]

@@ -39,16 +39,17 @@ _CLAIM_AT_FRONT = """
 WITH {passed_over}, busy AS MATERIALIZED (
     SELECT DISTINCT user_id FROM {table} WHERE base_model_id = %(model)s AND status = %(running)s
 ), front AS (
-    SELECT id, user_id FROM {table}
-     WHERE base_model_id = %(model)s AND status = %(waiting)s AND (retry_at IS NULL OR retry_at <= now())
-     ORDER BY id LIMIT %(front)s
+    SELECT {age}, user_id FROM {table}
+     WHERE base_model_id = %(model)s AND status = %(waiting)s AND lease_owner IS NULL
+       AND (retry_at IS NULL OR retry_at <= now())
+     ORDER BY {age} LIMIT %(front)s
 ), taken AS (
     SELECT id FROM {table} job
      WHERE status = %(waiting)s
        AND id = (SELECT id FROM front
                   WHERE NOT EXISTS (SELECT FROM busy b WHERE b.user_id = front.user_id)
                     AND NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = front.user_id)
-                  ORDER BY id LIMIT 1)
+                  ORDER BY {age} LIMIT 1)
        FOR UPDATE OF job SKIP LOCKED
 )
 {take}"""
@@ -63,18 +64,18 @@ WITH RECURSIVE {passed_over}, waiting_users(user_id) AS (
              ORDER BY later.user_id LIMIT 1)
       FROM waiting_users w WHERE w.user_id IS NOT NULL
 ), next_of_users AS (
-    SELECT oldest.id, (SELECT count(*) FROM {table} r
+    SELECT oldest.*, (SELECT count(*) FROM {table} r
                         WHERE r.base_model_id = %(model)s AND r.status = %(running)s AND r.user_id = w.user_id) AS busy
       FROM waiting_users w
-     CROSS JOIN LATERAL (SELECT id FROM {table} j
+     CROSS JOIN LATERAL (SELECT {age} FROM {table} j
                           WHERE j.base_model_id = %(model)s AND j.status = %(waiting)s AND j.user_id = w.user_id
                             AND (j.retry_at IS NULL OR j.retry_at <= now())
-                          ORDER BY j.id LIMIT 1) oldest
-     WHERE NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = w.user_id)
+                          ORDER BY {age} LIMIT 1) oldest
+     WHERE w.user_id IS NOT NULL AND NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = w.user_id)
 ), taken AS (
-    SELECT job.id FROM {table} job JOIN next_of_users USING (id)
+    SELECT job.id FROM {table} job JOIN next_of_users USING ({age})
      WHERE job.status = %(waiting)s
-     ORDER BY next_of_users.busy, job.id LIMIT 1
+     ORDER BY busy, {age} LIMIT 1
        FOR UPDATE OF job SKIP LOCKED
 )
 {take}"""
@@ -101,6 +102,9 @@ class LeasedWork(models.Model):
 
     WAITING: ClassVar[str] = "pending"
     RUNNING: ClassVar[str] = "running"
+    # What the oldest is first by. A long table names a column that no index but those of the claim has: PostgreSQL
+    # might walk all the ended rows in the order of their ids to find the first that waits.
+    AGE: ClassVar[str] = "id"
     # How many of the first that wait are looked at for a User who has none running; 0 goes to the Users at once.
     FRONT: ClassVar[int] = 0
 
@@ -123,8 +127,9 @@ def claim_next[Work: LeasedWork](
     """Give `owner` the next waiting row of the Base model, now running with a lease; None when none may run now.
 
     With `limit`, a User who has so many running, over all Base models, is passed over. The rows need the columns of
-    LeasedWork and `user_id`, `base_model_id`, `status`, `started_at`, and an index on (base_model, status, user, id);
-    where `FRONT` is set, also one on (base_model, status, id), and one of the running rows.
+    LeasedWork and `user_id`, `base_model_id`, `status`, `started_at`, and an index on (base_model, status, user, *AGE);
+    where `FRONT` is set, also one of the running rows, and one on (base_model, *AGE) of the waiting ones whose
+    `lease_owner` is null (which all are; it keeps PostgreSQL from walking this one to find a User's oldest).
     """
     table = work._meta.db_table
     values: dict[str, Any] = {
@@ -173,7 +178,7 @@ def claim_queries(work: type[LeasedWork], limit: RunningLimit | None) -> list[st
         passed_over = _PASSED_OVER.format(table=table, users=users, limit_column=limit.column)
     queries = [_CLAIM_AT_FRONT, _CLAIM] if work.FRONT else [_CLAIM]
     take = _TAKE.format(table=table)
-    return [query.format(table=table, passed_over=passed_over, take=take) for query in queries]
+    return [query.format(table=table, age=work.AGE, passed_over=passed_over, take=take) for query in queries]
 
 
 def _is_within(cursor: CursorWrapper, work: type[LeasedWork], user_id: int, limit: RunningLimit) -> bool:

@@ -59,7 +59,8 @@ def test_a_job_waits_without_a_hold_and_holds_when_it_runs(user: User, key: ApiK
     assert job.started_at is not None
     assert job_as_json(job)["usage_pending"] is True
     assert_money(user, used=0, held=HOLD_TOKENS)
-    hold = Hold.objects.get(pk=job.hold_id)
+    hold = Hold.objects.get()
+    assert hold.pk == job.hold_id
     assert (hold.work_kind, hold.work_id, hold.key_use is not None) == ("job", str(job.pk), True)
     assert claim(model) is None
 
@@ -70,7 +71,8 @@ def test_a_finished_job_is_charged_what_was_counted_and_keeps_no_request(
     submit(user, key, model)
     job = finish(claimed(model))
     assert (job.status, job.charged_tokens, job.lease_owner) == ("succeeded", 7, None)
-    assert job.expires_at - job.finished_at == timedelta(days=30)
+    assert job.finished_at is not None
+    assert job.expires_at == job.finished_at + timedelta(days=30)
     assert result_of(job) == (200, {})
     assert not JobRequest.objects.exists()
     assert_money(user, used=7)
