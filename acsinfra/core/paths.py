@@ -5,8 +5,11 @@ _SERVICE_PATHS = ("/healthz", "/readyz", "/metrics", "/openapi.json")
 
 
 def is_api_path(path: str) -> bool:
-    """Whether `path` lies below /v1: errors are JSON there and any origin may read."""
-    return path == API_ROOT or path.startswith(f"{API_ROOT}/")
+    """Whether `path` lies below /v1: errors are JSON there and any origin may read.
+
+    So does `//v1/…`, what a client makes of a base URL that ends in a slash: no route, but a client's mistake.
+    """
+    return f"/{path.lstrip('/')}/".startswith(f"{API_ROOT}/")
 
 
 def is_page_path(path: str) -> bool:

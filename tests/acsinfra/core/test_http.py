@@ -47,7 +47,17 @@ def raw(server: LiveServer, head: str, body: bytes = b"", key: str | None = None
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1", "/v1/", "/v1/none", "/v1/completions/", "/v1/harvest/not-an-id", "/v1//models", "/v1/%00", "/v1/%ff%fe"],
+    [
+        "/v1",
+        "/v1/",
+        "/v1/none",
+        "/v1/completions/",
+        "/v1/harvest/not-an-id",
+        "/v1//models",
+        "//v1/models",
+        "/v1/%00",
+        "/v1/%ff%fe",
+    ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 def test_an_unknown_route_is_a_json_404(server: LiveServer, key: str, path: str, method: str) -> None:
