@@ -19,6 +19,7 @@ from acsinfra.core.leases import LeaseLostError, RunningLimit, claim_next, lock_
 from budgets.errors import BudgetExceeded, HoldConflict
 from budgets.models import WorkKind
 from budgets.services import WorkRef, take_hold
+from budgets.spend import may_start_work
 from inference.selectors import model_not_found
 from inference.wire import CompletionWork
 from jobs.models import CompletionJob
@@ -66,8 +67,11 @@ class Count:
 def claim_job(*, base_model_id: int, owner: uuid.UUID) -> ClaimedJob | None:
     """Give `owner` the next Job of the Base model with its Hold, in one transaction; None when none may run now.
 
-    A Job on the way that has no room in the Budget any more ends failed, with `429 budget_exceeded`.
+    A Job on the way that has no room in the Budget any more ends failed, with `429 budget_exceeded`. Under a Spend
+    limit that is reached, or a pause, Jobs wait.
     """
+    if not may_start_work():
+        return None
     limit = RunningLimit(column="jobs_running", default=settings.JOBS_RUNNING)
     while True:
         with transaction.atomic():

@@ -5,12 +5,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, LiteralString
 
 import msgspec
 import structlog
 import zstandard
 from django.conf import settings
-from django.db import transaction
+from django.db import IntegrityError, connection, transaction
+from django.db.backends.utils import CursorWrapper
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -19,7 +21,7 @@ from kombu.exceptions import OperationalError
 from accounts.models import ApiKey, User
 from accounts.selectors import limit as limit_of
 from acsinfra.celery import app
-from acsinfra.core.errors import ApiError, ErrorCode
+from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
 from acsinfra.core.idempotency import IdempotentRequest, bind_work
 from acsinfra.core.leases import put_back
 from acsinfra.core.renderers import render_json
@@ -30,7 +32,7 @@ from harvest.models import FilesToDelete
 from inference.selectors import model_not_found
 from inference.wire import CompletionWork
 from jobs.models import CompletionJob, JobRequest, JobResult
-from jobs.selectors import UNFINISHED, holds_of_living_jobs
+from jobs.selectors import holds_of_living_jobs
 
 logger = structlog.get_logger(__name__)
 
@@ -38,6 +40,23 @@ LOOK = "jobs.look"
 LOOK_SECONDS = 60
 TRIES_AT_MOST = 3
 SWEEP_BATCH = 200
+
+# Hundreds of submits a second: no ORM here. Two statements where one would count by a snapshot older than its lock.
+_LOCK_USER: LiteralString = "SELECT id FROM accounts_user WHERE id = %s FOR NO KEY UPDATE"
+_COUNT_UNFINISHED: LiteralString = (
+    "SELECT count(*) FROM jobs_completionjob WHERE user_id = %s AND status IN ('queued', 'running')"
+)
+_INSERT: LiteralString = """
+WITH job AS (
+    INSERT INTO jobs_completionjob (id, user_id, api_key_id, base_model_id, model, status, hold_tokens, created_at,
+                                    claims, tries, setbacks, has_files, is_erased)
+    VALUES (%(id)s, %(user)s, %(api_key)s, %(base_model)s, %(model)s, 'queued', %(hold_tokens)s, %(created_at)s,
+            0, 0, 0, false, false)
+    RETURNING id
+)
+INSERT INTO jobs_jobrequest (job_id, work_zstd) SELECT id, %(work_zstd)s FROM job
+"""
+
 # A Hold younger than this may belong to a claim that is not committed yet.
 ORPHAN_AGE = timedelta(seconds=60)
 # A result that is being written when its Job ends otherwise is whole by then, and can be deleted.
@@ -78,36 +97,70 @@ def submit_job(
     job_id: uuid.UUID,
     work: CompletionWork,
     request: IdempotentRequest | None = None,
-    is_served: bool = True,
 ) -> CompletionJob:
     """Put a Job in line under the id `job_id`, or return the one that `request` made before (it has another id).
 
-    Raises ApiError: `409 idempotency_conflict`, `429 job_capacity`, `429 budget_exceeded`. The User's row is locked
-    first, so that of two submits at once one sees the other. `is_served` says whether a worker is there to be told.
+    Raises ApiError: `409 idempotency_conflict`, `429 job_capacity`, `429 budget_exceeded`, and `401` or `400
+    model_not_found` where the User or the model has been deleted meanwhile. The User's row is locked first, so that of
+    two submits at once one sees the other.
     """
     _record_storage_folder(settings.STORAGE_URL)
+    job = CompletionJob(
+        pk=job_id,
+        user=user,
+        api_key=api_key,
+        base_model_id=base_model_id,
+        model=work.model,
+        hold_tokens=work.hold_tokens,
+        created_at=timezone.now(),
+    )
     work_zstd = zstandard.compress(msgspec.json.encode(work), level=3)
-    with transaction.atomic():
-        owner = User.objects.select_for_update(no_key=True, of=("self",)).get(pk=user.pk)
-        if request is not None:
-            bound = bind_work(request, job_id)
-            if bound != job_id:
-                return CompletionJob.objects.get(pk=bound)
-        _require_place(owner)
-        check_room(user=owner, api_key=api_key, tokens=work.hold_tokens)
-        job = CompletionJob.objects.create(
-            pk=job_id,
-            user=owner,
-            api_key=api_key,
-            base_model_id=base_model_id,
-            model=work.model,
-            hold_tokens=work.hold_tokens,
-        )
-        JobRequest.objects.create(job=job, work_zstd=work_zstd)
-        if is_served:
-            transaction.on_commit(lambda: tell_workers(work.model))
+    try:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(_LOCK_USER, [user.pk])
+            if cursor.fetchone() is None:
+                raise invalid_api_key()
+            if request is not None:
+                bound = bind_work(request, job_id)
+                if bound != job_id:
+                    return CompletionJob.objects.get(pk=bound)
+            _require_place(cursor, user)
+            check_room(user=user, api_key=api_key, tokens=work.hold_tokens)
+            cursor.execute(_INSERT, {**_columns(job), "work_zstd": work_zstd})
+    except IntegrityError:
+        raise model_not_found(work.model) from None
     logger.info("job submitted", job_id=str(job_id), model=work.model, hold_tokens=work.hold_tokens)
     return job
+
+
+def _columns(job: CompletionJob) -> dict[str, Any]:
+    return {
+        "id": job.pk,
+        "user": job.user_id,
+        "api_key": job.api_key_id,
+        "base_model": job.base_model_id,
+        "model": job.model,
+        "hold_tokens": job.hold_tokens,
+        "created_at": job.created_at,
+    }
+
+
+def _require_place(cursor: CursorWrapper, user: User) -> None:
+    limit = limit_of(user, "jobs_unfinished")
+    cursor.execute(_COUNT_UNFINISHED, [user.pk])
+    if limit is not None and cursor.fetchone()[0] >= limit:
+        raise ApiError(
+            ErrorCode.JOB_CAPACITY,
+            f"You have {limit:,} unfinished Job{'' if limit == 1 else 's'}, as many as you may. "
+            "Wait for one to end, or cancel it.",
+            headers={"Retry-After": "5"},
+        )
+
+
+@functools.cache
+def _record_storage_folder(url: str) -> None:
+    # Once for a process: results are kept in the folder that the API reads.
+    record_storage_folder()
 
 
 def tell_workers(model: str) -> None:
@@ -121,23 +174,6 @@ def tell_workers(model: str) -> None:
 def jobs_queue(model: str) -> str:
     """The Celery queue on which a model's inference workers hear of Jobs."""
     return f"jobs.{model}"
-
-
-@functools.cache
-def _record_storage_folder(url: str) -> None:
-    # Once for a process: results are kept in the folder that the API reads.
-    record_storage_folder()
-
-
-def _require_place(user: User) -> None:
-    limit = limit_of(user, "jobs_unfinished")
-    if limit is not None and CompletionJob.objects.filter(UNFINISHED, user=user).count() >= limit:
-        raise ApiError(
-            ErrorCode.JOB_CAPACITY,
-            f"You have {limit:,} unfinished Job{'' if limit == 1 else 's'}, as many as you may. "
-            "Wait for one to end, or cancel it.",
-            headers={"Retry-After": "5"},
-        )
 
 
 # Cancelling

@@ -18,6 +18,7 @@ from acsinfra.core.fields import query_integer
 from acsinfra.core.idempotency import find_work_async, idempotent_request, read_idempotency_key
 from acsinfra.core.ids import new_uuid7
 from acsinfra.core.threads import in_thread_if
+from budgets.spend import require_spending_async
 from inference.completions import prepare_completion
 from inference.selectors import catalogue
 from jobs import selectors, services
@@ -30,6 +31,7 @@ from jobs.serializers import (
     CompletionJobSerializer,
     job_as_json,
 )
+from jobs.telling import tell_to_look
 
 ROUTE = "POST /v1/completion-jobs"
 
@@ -70,7 +72,7 @@ class JobsView(ApiView):
         models = await catalogue()
         work = await prepare_completion(self.json, catalogue=models, request_id=f"req_job_{job_id.hex}")
         model = models.get(work.model)
-        # The Spend limit refuses here.
+        await require_spending_async()
         job = await database_step(
             services.submit_job,
             user=user,
@@ -79,11 +81,13 @@ class JobsView(ApiView):
             job_id=job_id,
             work=work,
             request=once,
-            is_served=model.inference_status == "live",
         )
         answer = job_as_json(job)
         if job.pk != job_id:
             return Response(answer)
+        # Where no engine serves, messages would only pile up.
+        if model.inference_status == "live":
+            tell_to_look(model.name)
         return Response(answer, status=202, headers={"Location": answer["status_url"]})
 
     @extend_schema(

@@ -39,12 +39,12 @@ def work_for(job_id: uuid.UUID, model: BaseModel, **changes: Any) -> CompletionW
 
 
 def submit(user: User, key: ApiKey | None, model: BaseModel, **changes: Any) -> CompletionJob:
-    """Put a Job in line; changes are of its work, or arguments of `submit_job`."""
+    """Put a Job in line; changes are of its work, or the IdempotentRequest `request`."""
     job_id = new_uuid7()
-    arguments = {name: changes.pop(name) for name in ("request", "is_served") if name in changes}
+    request = changes.pop("request", None)
     work = work_for(job_id, model, **changes)
     return services.submit_job(
-        user=user, api_key=key, base_model_id=model.pk, job_id=job_id, work=work, **{"is_served": False, **arguments}
+        user=user, api_key=key, base_model_id=model.pk, job_id=job_id, work=work, request=request
     )
 
 
@@ -62,7 +62,8 @@ def claimed(model: BaseModel, owner: uuid.UUID = OWNER) -> CompletionJob:
 
 def let_the_lease_run_out(job: CompletionJob) -> None:
     """Put the end of a Job's lease into the past, as a dead worker would leave it."""
-    CompletionJob.objects.filter(pk=job.pk).update(lease_expires_at=timezone.now() - timedelta(seconds=1))
+    running_job = CompletionJob.objects.filter(pk=job.pk, status="running")
+    running_job.update(lease_expires_at=timezone.now() - timedelta(seconds=1))
 
 
 def assert_money(user: User, *, used: int, held: int = 0) -> None:

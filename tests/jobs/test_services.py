@@ -102,7 +102,8 @@ def test_a_submit_without_room_or_place_makes_no_job(user: User, key: ApiKey, mo
         submit(user, key, model, request=once)
     assert refused.value.code is ErrorCode.BUDGET_EXCEEDED
     set_monthly_tokens(user=user, monthly_tokens=10**6)
-    User.objects.filter(pk=user.pk).update(jobs_unfinished=2)
+    user.jobs_unfinished = 2
+    user.save()
     # A refusal does not use the key up.
     first = submit(user, key, model, request=once)
     submit(user, key, model)
