@@ -1,10 +1,11 @@
-"""The main job once, over the HTTP API as anyone would use it: a Completion, and a Harvest job whose shards are read.
+"""The main job once, over the HTTP API as anyone would use it: a Completion, a Job, a Harvest job and its shards.
 
 Shards are read by safetensors itself, without torch: NumPy has no bfloat16, so its bits are looked at.
 """
 
 import hashlib
 import math
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -82,8 +83,28 @@ class Demonstration:
 
     def complete(self) -> dict[str, Any]:
         """Return the answer to `The capital of France is`, greedily."""
-        body = {"model": self.model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-        return self._json(self._client.post("/completions", json=body))
+        return self._json(self._client.post("/completions", json=self._completion))
+
+    def run_job(self, note: Note) -> dict[str, Any]:
+        """Run the same Completion as a Job, and return the Job once its result was fetched.
+
+        Raises DemonstrationFailed when it ends otherwise than succeeded, or its result is no Completion.
+        """
+        key = {"Idempotency-Key": secrets.token_hex(16)}
+        job = self._json(self._client.post("/completion-jobs", json=self._completion, headers=key), status=202)
+        while job["status"] in ("queued", "running"):
+            self._check()
+            note(job["status"])
+            time.sleep(0.1)
+            job = self._json(self._client.get(f"/completion-jobs/{job['id']}"))
+        result = self._json(self._client.get(f"/completion-jobs/{job['id']}/result"))
+        if job["status"] != "succeeded" or not result["choices"]:
+            raise DemonstrationFailed(f"The Job ended as {job['status']}: {result}")
+        return job
+
+    @property
+    def _completion(self) -> dict[str, Any]:
+        return {"model": self.model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
 
     def submit_harvest(self) -> dict[str, Any]:
         """Submit a Harvest job over the demonstration's prompts, at the default layers."""

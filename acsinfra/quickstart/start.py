@@ -59,6 +59,7 @@ class Report:
     password: str
     models: list[str]
     completion: dict[str, Any]
+    job: dict[str, Any]
     harvest: dict[str, Any]
     shards: list[Shard]
     seconds: dict[str, float]
@@ -235,25 +236,27 @@ class Quickstart:
             base_url=base_url, api_key=account["api_key"], model=shown["name"], check=self.check
         )
         loads_both = f"runner-{shown['name']}" in self.supervisor.children
-        job: dict[str, Any] | None = None
+        harvest: dict[str, Any] | None = None
         try:
             with self.steps.step("inference", f"Inference serves {shown['name']}") as step:
                 if loads_both:
                     # The runner loads its engine for its first job: submitting now lets both engines load together.
                     self._wait_for_runner(shown["name"])
-                    job = demonstration.submit_harvest()
+                    harvest = demonstration.submit_harvest()
                 found = demonstration.wait_for_inference(step.note)
             with self.steps.step("completion", "Completion answered"):
                 completion = demonstration.complete()
+            with self.steps.step("job", "Job run and its result fetched") as step:
+                job = demonstration.run_job(step.note)
             self._start_runners()
             with self.steps.step("harvest", "Harvest job done") as step:
-                if job is None:
+                if harvest is None:
                     self._wait_for_runner(shown["name"])
-                    job = demonstration.submit_harvest()
-                job = demonstration.wait_for_harvest(job, step.note)
+                    harvest = demonstration.submit_harvest()
+                harvest = demonstration.wait_for_harvest(harvest, step.note)
             with self.steps.step("shards", "Shards downloaded, opened and checked"):
                 shards = demonstration.read_shards(
-                    job,
+                    harvest,
                     tokenizer=self._tokenizer(shown["name"]),
                     context=found["capabilities"]["max_model_len"],
                     hidden_size=found["capabilities"]["hidden_size"],
@@ -267,7 +270,8 @@ class Quickstart:
             app_url=f"{self.env['PUBLIC_URL']}/app",
             models=[model["name"] for model in self.models],
             completion=completion,
-            harvest=job,
+            job=job,
+            harvest=harvest,
             shards=shards,
             seconds=self.steps.seconds,
             **account,

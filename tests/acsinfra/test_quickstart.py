@@ -32,7 +32,8 @@ NOT_A_NEWCOMERS = (
     *("PUBLIC_URL", "SECRET_KEY", "STORAGE_URL"),
 )
 JSON_KEYS = {
-    *("base_url", "api_key", "app_url", "username", "password", "models", "completion", "harvest", "shards", "seconds")
+    *("base_url", "api_key", "app_url", "username", "password", "models", "completion", "job", "harvest", "shards"),
+    "seconds",
 }
 
 
@@ -160,7 +161,7 @@ def second(second_run: Run) -> dict[str, Any]:
 def test_the_object_has_the_keys_and_the_seconds_of_each_step(first: dict[str, Any]) -> None:
     assert set(first) == JSON_KEYS
     assert first["models"] == ["tiny"]
-    assert {"database", "broker", "rows", "api", "inference", "completion", "harvest", "shards"} <= set(
+    assert {"database", "broker", "rows", "api", "inference", "completion", "job", "harvest", "shards"} <= set(
         first["seconds"]
     )
     assert first["seconds"]["total"] >= first["seconds"]["inference"] > 0
@@ -169,6 +170,8 @@ def test_the_object_has_the_keys_and_the_seconds_of_each_step(first: dict[str, A
 def test_the_completion_and_the_harvest_are_real(first: dict[str, Any]) -> None:
     assert first["completion"]["object"] == "text_completion"
     assert first["completion"]["usage"]["completion_tokens"] == 16
+    assert first["job"]["status"] == "succeeded"
+    assert first["job"]["status_url"] == f"/v1/completion-jobs/{first['job']['id']}"
     job = first["harvest"]
     assert job["status"] == "done"
     assert job["n_prompts"] == 32

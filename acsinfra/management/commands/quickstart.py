@@ -16,10 +16,10 @@ from acsinfra.quickstart.supervisor import ChildFailed, HomeInUse
 
 
 class Command(BaseCommand):
-    """Starts everything on this machine, harvests once before your eyes, and serves until Ctrl-C."""
+    """Starts everything on this machine, uses it once before your eyes, and serves until Ctrl-C."""
 
     help = (
-        "Start PostgreSQL, Valkey, the API, an inference worker, a runner and the scheduler on this machine, harvest "
+        "Start PostgreSQL, Valkey, the API, an inference worker, a runner and the scheduler on this machine, use each "
         "once, and serve until Ctrl-C. DATABASE_URL, BROKER_URL, STORAGE_URL and MODELS_FILE replace the parts."
     )
     # There is no database yet, and these settings are not the children's.
@@ -67,6 +67,7 @@ class Command(BaseCommand):
         lines = [
             "",
             f"{PROMPT!r} → {report.completion['choices'][0]['text']!r}",
+            f"Job {report.job['id']}: {report.job['status']}.",
             f"Harvest job {report.harvest['job_id']}: {report.harvest['n_prompts']} prompts, "
             f"{report.harvest['tokens']} tokens, layers {report.harvest['layers']}.",
             f"{shard.file}:",
