@@ -5,6 +5,7 @@ import base64
 import json
 import random
 import re
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -73,7 +74,13 @@ HARVEST: Final[dict[str, Any]] = {
     "add_special_tokens": True,
     "project_onto": TENSOR | {"data": base64.b64encode(b"\0\0\x80?" * 64).decode()},
 }
-ROUTES: Final = {"completions": COMPLETION, "harvest": HARVEST}
+ROUTES: Final = {"completions": COMPLETION, "harvest": HARVEST, "completion-jobs": COMPLETION}
+CANCEL_JOBS: Final = """
+from jobs.models import CompletionJob
+from jobs.services import cancel_job
+waiting = CompletionJob.objects.filter(user_id=user, finished_at=None)
+result = [cancel_job(job_id=pk).status for pk in waiting.values_list("pk", flat=True)]
+"""
 ODD_VALUES: Final[tuple[Any, ...]] = (
     (True, False, 0, -1, 1, 1.0, 1.5, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, "", "5", "x" * 300, "\x00")
     + ("\ud800", "\ufeff", [], [[]], [None], [True], [1.0], ["a", 1], [[1], "a"], [-1], [10**30], {}, {"": 1})
@@ -115,7 +122,13 @@ def _dump(value: Any) -> bytes:
 
 
 def _json_case(route: str, body: Any, param: str | None = None) -> Case:
-    return Case("POST", route, _dump(body), {"content-type": "application/json"}, param)
+    return Case("POST", route, _dump(body), _json_headers(route), param)
+
+
+def _json_headers(route: str) -> dict[str, str]:
+    """The headers of a body, with a new Idempotency-Key where the route needs one."""
+    headers = {"content-type": "application/json"}
+    return headers | ({"idempotency-key": uuid.uuid4().hex} if route == "completion-jobs" else {})
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -156,6 +169,7 @@ def _named_field_cases() -> Iterator[Case]:
         "harvest": {"model": "tiny"},
     }
     minimal["harvest"]["prompts"] = ["a"]
+    minimal["completion-jobs"] = minimal["completions"]
     never_valid: tuple[Any, ...] = ({"a": 1}, [{"b": 1}], 10**400, "\x00", [["\ud800"]], -(10**20), [[[]]])
     for route, body in ROUTES.items():
         for name in body:
@@ -170,7 +184,6 @@ def _named_field_cases() -> Iterator[Case]:
 
 def _broken_json_cases(random_: random.Random) -> Iterator[Case]:
     """Bodies that are not JSON, or JSON that no client means, and bytes changed at random."""
-    headers = {"content-type": "application/json"}
     odd = [
         b"",
         b"{",
@@ -204,7 +217,7 @@ def _broken_json_cases(random_: random.Random) -> Iterator[Case]:
     ]
     for route, body in ROUTES.items():
         for content in odd:
-            yield Case("POST", route, content, headers)
+            yield Case("POST", route, content, _json_headers(route))
         for _ in range(500):
             mutated = bytearray(_dump(body))
             for _ in range(random_.randint(1, 6)):
@@ -218,7 +231,7 @@ def _broken_json_cases(random_: random.Random) -> Iterator[Case]:
                     mutated[place:place] = random_.randbytes(random_.randint(1, 8))
                 if not mutated:
                     mutated = bytearray(b"{")
-            yield Case("POST", route, bytes(mutated), headers)
+            yield Case("POST", route, bytes(mutated), _json_headers(route))
 
 
 def _odd_request_cases() -> Iterator[Case]:
@@ -240,10 +253,20 @@ def _odd_request_cases() -> Iterator[Case]:
         "%F0%9F%98%80",
     )
     for method in ("GET", "PUT", "PATCH", "DELETE", "POST", "HEAD", "OPTIONS", "TRACE", "PROPFIND"):
-        for path in ("completions", "harvest", "models", "nothing", "chat/completions", "models/tiny", "completions/"):
+        for path in (
+            "completions",
+            "harvest",
+            "completion-jobs",
+            "models",
+            "nothing",
+            "chat/completions",
+            "models/tiny",
+            "completions/",
+        ):
             yield Case(method, path, None, {})
         for one in ids:
-            for path in (f"models/{one}", f"harvest/{one}", f"harvest/{one}/cancel"):
+            jobs = (f"completion-jobs/{one}", f"completion-jobs/{one}/result", f"completion-jobs/{one}/cancel")
+            for path in (f"models/{one}", f"harvest/{one}", f"harvest/{one}/cancel", *jobs):
                 yield Case(method, path, None, {})
     for query in (
         "wait=-1",
@@ -268,6 +291,7 @@ def _odd_request_cases() -> Iterator[Case]:
         "limit=",
     ):
         yield Case("GET", f"harvest?{query}", None, {})
+        yield Case("GET", f"completion-jobs?{query}", None, {})
     for kind in (
         "text/plain",
         "application/x-www-form-urlencoded",
@@ -308,7 +332,7 @@ def _check(case: Case, answer: httpx.Response) -> str:
 @pytest_asyncio.fixture
 async def fuzzed(harvest_stack: Stack) -> AsyncIterator[Callable[[list[Case]], Any]]:
     """Return what sends cases, some at once, and counts how they ended."""
-    user: StackUser = harvest_stack.new_user(harvests_unfinished=1_000_000)
+    user: StackUser = harvest_stack.new_user(harvests_unfinished=1_000_000, jobs_unfinished=1_000_000)
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with harvest_stack.async_client(user, limits=limits, timeout=SECONDS_AT_MOST) as client:
         turns = asyncio.Semaphore(AT_ONCE)
@@ -323,6 +347,8 @@ async def fuzzed(harvest_stack: Stack) -> AsyncIterator[Callable[[list[Case]], A
             return Counter(await asyncio.gather(*(send(case) for case in cases)))
 
         yield send_all
+    # No engine serves here, and later tests' Jobs must not wait for these.
+    harvest_stack.django(CANCEL_JOBS, user=user.id)
 
 
 @pytest.mark.asyncio
