@@ -12,6 +12,7 @@ from rest_framework.request import Request
 
 from accounts.keys import digest_of, is_key_text
 from accounts.models import ApiKey, User
+from accounts.rates import begin_count, require_rate
 from accounts.selectors import find_key, find_key_async
 from acsinfra.core.db import connection
 from acsinfra.core.errors import invalid_api_key
@@ -25,14 +26,17 @@ class ApiKeyAuthentication(BaseAuthentication):
     """Authenticates by API key; all that is wrong with a key gives the same 401."""
 
     async def authenticate_async(self, request: Request) -> tuple[User, ApiKey]:
-        """The User and the key of `request`, or `401 invalid_api_key`."""
-        key = _accept(await find_key_async(_digest_in(request)), request._request)
+        """The User and the key of `request`; `401 invalid_api_key`, or `429 rate_limited` past the key's rate."""
+        digest = _digest_in(request)
+        count = begin_count(digest)
+        key = _accept(await find_key_async(digest), request._request)
+        await require_rate(key, digest=digest, begun=count)
         if _is_due(key.last_used_at):
             _note_use(key)
         return key.user, key
 
     def authenticate(self, request: Request) -> tuple[User, ApiKey]:
-        """The same for a synchronous view, by the ORM."""
+        """The same for a synchronous view, by the ORM and uncounted; no route of the API has one."""
         key = _accept(find_key(_digest_in(request)), request._request)
         if _is_due(key.last_used_at):
             ApiKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now())

@@ -1,4 +1,4 @@
-"""`ApiView`, the base of every view below /v1: key, size, JSON, then the handler, with no thread in between."""
+"""`ApiView`, the base of every view below /v1: key, rate, size, JSON, then the handler, with no thread in between."""
 
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ class ApiView(APIView):  # type: ignore[misc]
         return _as_http(response)
 
     async def admit(self, request: Request) -> None:
-        """Check the key, then the size and the JSON of a body; raises ApiError."""
+        """Check the key and its rate, then the size and the JSON of a body; raises ApiError."""
         authenticator: Any = self.authentication_classes[0]()
         request.user, request.auth = await authenticator.authenticate_async(request)
         passed_limit = getattr(request._request, "scope", {}).get(BODY_PASSED_LIMIT)
