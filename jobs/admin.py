@@ -16,7 +16,6 @@ class CompletionJobAdmin(admin.ModelAdmin[CompletionJob]):
     list_filter = ("status", "base_model")
     list_select_related = ("user",)
     search_fields = ("id", "user__username", "user__email")
-    date_hierarchy = "created_at"
     show_full_result_count = False
     actions = ("cancel",)
     fields = (

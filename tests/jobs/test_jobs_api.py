@@ -73,6 +73,19 @@ def test_a_job_is_taken_at_once_by_a_worker_that_is_idle(client: httpx.Client) -
     assert min(seconds) < 0.7, seconds
 
 
+def test_a_lost_message_only_costs_seconds(client: httpx.Client, inference_stack: Stack, user: StackUser) -> None:
+    silently = """
+from accounts.models import User
+from inference.models import BaseModel
+from tests.jobs.conftest import submit
+result = str(submit(User.objects.get(pk=user), None, BaseModel.objects.get(name="tiny")).pk)
+"""
+    job_id = inference_stack.django(silently, user=user.id)
+    began = time.monotonic()
+    assert wait_for(client, job_id)["status"] == "succeeded"
+    assert time.monotonic() - began < 5
+
+
 def test_jobs_run_side_by_side(client: httpx.Client) -> None:
     jobs = [submit(client, LONG | {"prompt": ["The capital"] * 4, "max_tokens": 300})["id"] for _ in range(10)]
     most, found = 0, [{"status": "queued"}]
