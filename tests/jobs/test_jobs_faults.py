@@ -19,7 +19,12 @@ from tests.jobs.jobs import LONG, SHORT, money, read, result_of, submit, wait_fo
 from tests.stack import Stack, StackUser
 
 SOME = LONG | {"prompt": ["The capital"] * 8, "max_tokens": 300}
-TOKENS_OF_SOME = 8 * (2 + 300)
+SWITCH = """
+from inference.models import BaseModel
+from inference.services import set_enabled
+set_enabled(model=BaseModel.objects.get(name="tiny"), enabled=enabled)
+"""
+TOKENS_OF_SOME = 8 * (3 + 300)
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +109,11 @@ def test_a_job_of_a_model_that_is_switched_off_while_it_waits_fails(fragile: Sta
     user = fragile.new_user(jobs_running=0)
     with fragile.client(user) as client:
         job = submit(client, SHORT)
-        fragile.manage("disablemodel", "tiny")
+        fragile.django(SWITCH, enabled=False)
         try:
             result = result_of(client, job["id"])
         finally:
-            fragile.manage("enablemodel", "tiny")
+            fragile.django(SWITCH, enabled=True)
     assert (result.status_code, result.json()["error"]["code"]) == (400, "model_not_found")
     assert result.json()["request_id"] == job["request_id"]
 
