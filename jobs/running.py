@@ -45,11 +45,12 @@ RETURNING j.id, j.cancel_requested_at IS NOT NULL
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A Job that `owner` runs: its id, its claim's number (from 1), and what it asks for."""
+    """A Job that `owner` runs: its id, its claim's number (from 1), the tries that died, and what it asks for."""
 
     id: uuid.UUID
     owner: uuid.UUID
     claims: int
+    tries: int
     request_id: str
     storage_prefix: str
     work: CompletionWork
@@ -88,6 +89,7 @@ def claim_job(*, base_model_id: int, owner: uuid.UUID) -> ClaimedJob | None:
                     id=job.pk,
                     owner=owner,
                     claims=job.claims,
+                    tries=job.tries,
                     request_id=job.request_id,
                     storage_prefix=job.storage_prefix,
                     work=msgspec.json.decode(work_json, type=CompletionWork),

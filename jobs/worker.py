@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -87,6 +87,7 @@ class JobRunner:
         self._places = min(settings.JOBS_PER_ENGINE, engine.model.max_num_seqs)
         self._runs: dict[str, _Run] = {}
         self._wake = asyncio.Event()
+        self._suspects = asyncio.Lock()
         self._is_stopping = False
         self._taking = asyncio.create_task(self._take(), name="jobs-taking")
         self._keeping = asyncio.create_task(self._keep(), name="jobs-keeping")
@@ -184,8 +185,11 @@ class JobRunner:
     async def _outcome(self, run: _Run) -> Callable[[], object]:
         """Run a Job, and return what writes its end."""
         job, owner = run.job.id, run.job.owner
+        # One of the Jobs whose engine died may be what kills it: each of them runs without the others, so that it does
+        # not take them with it three times.
+        turn = self._suspects if run.job.tries else nullcontext()
         try:
-            async with asyncio.timeout(settings.ENGINE_TIME_LIMIT.total_seconds()):
+            async with turn, asyncio.timeout(settings.ENGINE_TIME_LIMIT.total_seconds()):
                 body = await self._complete(run)
         except asyncio.CancelledError:
             if run.stopped is None:
