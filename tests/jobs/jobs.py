@@ -47,7 +47,7 @@ def read(client: httpx.Client, job_id: str) -> dict[str, Any]:
 
 
 def wait_for(
-    client: httpx.Client, job_id: str, *, until: tuple[str, ...] = ENDED, seconds: float = 120
+    client: httpx.Client, job_id: str, *, until: tuple[str, ...] = ENDED, seconds: float = 240
 ) -> dict[str, Any]:
     """Wait until a Job has one of these statuses."""
     deadline = time.monotonic() + seconds

@@ -35,6 +35,8 @@ def fragile(tiny_model: Path) -> Iterator[Stack]:
         conftest.SUPERVISOR, postgres=conftest.POSTGRES, broker_url=broker_url, tiny_model=tiny_model, name="jobs"
     )
     stack.env |= {"LEASE_SECONDS": "3", "LEASE_RENEWAL_SECONDS": "0.5", "ENGINE_TIME_LIMIT": "20"}
+    # The row of a worker that was killed must not pass for the next one's.
+    stack.env |= {"HEARTBEAT_SECONDS": "1", "ENGINE_SILENT_AFTER_SECONDS": "5"}
     stack.start("api", "inference", "scheduler")
     yield stack
     stack.close()
