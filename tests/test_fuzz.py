@@ -100,6 +100,8 @@ ODD_HEADERS: Final = (
     ("x-request-id", "é"),
 )
 
+ODD_KEYS: Final = ("", "a", "a", "x" * 255, "x" * 256, "a b", "é", "\xc3\xa9", "\x80", "null", "{}", "x" * 5_000)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -303,6 +305,9 @@ def _odd_request_cases() -> Iterator[Case]:
         yield Case("POST", "completions", body, {"content-type": kind})
     for name, value in ODD_HEADERS:
         yield Case("POST", "completions", body, {"content-type": "application/json"} | {name: value})
+    for route, content in (("completions", body), ("harvest", _dump({"model": "tiny", "prompts": ["a"]}))):
+        for key in ODD_KEYS:
+            yield Case("POST", route, content, {"content-type": "application/json", "idempotency-key": key})
 
 
 def _check(case: Case, answer: httpx.Response) -> str:

@@ -25,7 +25,7 @@ TEXT = "The children asked why the sky is blue, and why the grass is not; nobody
 LONG: dict[str, Any] = {"prompts": [f"{index}: {TEXT * 20}" for index in range(120)], "layers": "all", "shard_size": 4}
 PARTS: tuple[Part, ...] = ("api", "runner", "scheduler")
 ROW = """
-from budgets.models import Hold
+from budgets.models import GpuTime, Hold
 from budgets.selectors import imbalances
 from harvest.models import HarvestJob
 job = HarvestJob.objects.get(pk=job_id)
@@ -33,6 +33,7 @@ result = {
     "status": job.status, "claims": job.claims, "tries": job.tries, "tokens": job.tokens,
     "shards": list(job.shards.values_list("key", flat=True)),
     "holds": list(Hold.objects.filter(work_kind="harvest", work_id=str(job.pk)).values_list("state", "charged")),
+    "gpu_seconds": [time.gpu_seconds for time in GpuTime.objects.filter(model="tiny", kind="runner")],
     "imbalances": [imbalance.row for imbalance in imbalances()],
 }
 """
@@ -81,6 +82,8 @@ def test_a_job_whose_runner_is_killed_is_finished_by_another(harvest_stack: Stac
     left = row(harvest_stack, job)
     assert left["status"] == "running"
     assert left["holds"] == [["live", None]]
+    # What the killed runner was up is recorded, to a heartbeat.
+    assert max(left["gpu_seconds"]) > 0
     assert 3 <= len(left["shards"]) < 30
     started_at = read_job(harvest_stack, job["job_id"])["started_at"]
     harvest_stack.start("runner")
