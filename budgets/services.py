@@ -329,11 +329,18 @@ def end_orphaned_holds(
     return total
 
 
-def end_expired_holds(*, count: Count | None = None, now: datetime | None = None) -> SweepCount:
-    """End the live Holds whose `expires_at` has passed, as `end_orphaned_holds` does. Safe to run twice at once."""
+def end_expired_holds(
+    *, kinds: Collection[WorkKind], count: Count | None = None, now: datetime | None = None
+) -> SweepCount:
+    """End the live Holds of `kinds` whose `expires_at` has passed, as `end_orphaned_holds` does.
+
+    Safe to run twice at once.
+    """
     total = SweepCount()
     moment = now or timezone.now()
-    expired = Hold.objects.filter(state=Hold.State.LIVE, expires_at__lt=moment).order_by("expires_at")
+    expired = Hold.objects.filter(state=Hold.State.LIVE, work_kind__in=kinds, expires_at__lt=moment).order_by(
+        "expires_at"
+    )
     while batch := list(expired[:SWEEP_BATCH]):
         total = _end_all(batch, count, now, total)
     return total

@@ -126,7 +126,13 @@ class _Shaper:
         self.work = work
         self._decode = decode
         self._prompt_logprobs: dict[int, tuple[PositionLogprobs | None, ...]] = {}
+        self._begun: set[int] = set()
         self.completion_tokens = 0
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """What is charged if it ends now: the tokens of the prompts that went through the model, and those it made."""
+        return sum(len(self.work.prompts[prompt]) for prompt in self._begun), self.completion_tokens
 
     @property
     def id(self) -> str:
@@ -135,13 +141,14 @@ class _Shaper:
 
     @property
     def usage(self) -> Usage:
-        """The tokens until now. A prompt counts once, however large `n` is."""
+        """The tokens of the answer. A prompt counts once, however large `n` is."""
         prompt_tokens = self.work.prompt_tokens
         return Usage(prompt_tokens, prompt_tokens + self.completion_tokens, self.completion_tokens)
 
     def _count(self, prompt: int, delta: EngineDelta) -> None:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        self._begun.add(prompt)
         self.completion_tokens += len(delta.token_ids)
 
     def _echoed_text(self, prompt: int) -> str:

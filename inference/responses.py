@@ -9,10 +9,12 @@ from django.http import HttpResponse, StreamingHttpResponse
 from django.http.response import HttpResponseBase
 
 from acsinfra.core.errors import ApiError, ErrorCode
-from inference.bus.api import Bus
+from budgets.models import Hold
+from inference.bus.api import Bus, Count
 from inference.bus.frames import Body, Chunk, End, Fault
 from inference.bus.places import Place
 from inference.bus.replies import Inbox
+from inference.charges import Payer, end_hold, hold_for
 from inference.wire import CompletionWork
 
 # Chunks that wait already are sent together, up to about this much.
@@ -23,6 +25,7 @@ class Exchange:
     """A Completion between its place in the key's line and its last byte; `end` it in every case.
 
     `usage` is (prompt tokens, completion tokens) as the engine counted them, once the answer is whole or broke off.
+    Whatever the end, its Hold ends with it, by that count or by the one that the engine gives when it is stopped.
     """
 
     def __init__(self, bus: Bus, work: CompletionWork) -> None:
@@ -31,19 +34,30 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._place: Place | None = None
         self._inbox: Inbox | None = None
+        self._hold: Hold | None = None
         self._is_over = False
-        self.usage: tuple[int, int] | None = None
+        self.request_id = work.request_id
+        self.usage: Count | None = None
 
-    async def begin(self, *, key: str, at_once: int, queued: int) -> None:
-        """Wait for a place of API key `key`, then publish the work.
+    async def begin(self, *, payer: Payer, at_once: int, queued: int) -> None:
+        """Get in the payer's line, hold the tokens, wait for the place, then publish the work.
 
-        Raises ApiError (`429 queue_full`, `504 engine_timeout`) and BrokerAway.
+        The Hold is taken while the request may still have to wait: a Budget that is full shows at once.
+        Raises ApiError (`429 queue_full` and `budget_exceeded`, `504 engine_timeout`) and BrokerAway.
         """
-        request_id = self._work.request_id
         async with self._deadline():
-            self._place = await self._bus.places.claim(key=key, request_id=request_id, at_once=at_once, queued=queued)
+            self._place = await self._bus.places.claim(
+                key=payer.line, request_id=self.request_id, at_once=at_once, queued=queued
+            )
+            self._hold = await hold_for(self._work, payer=payer, holder=self._bus.process)
             await self._place.granted
             self._inbox = await self._bus.send(self._work)
+
+    def has_begun(self, error: ApiError) -> bool:
+        """Whether work had begun when the exchange, not yet ended, came to `error`."""
+        if self._inbox is None or self._inbox.worker is None:
+            return False
+        return not (error.code is ErrorCode.SERVICE_UNAVAILABLE and self.usage == (0, 0))
 
     async def next(self) -> Body | Chunk | End:
         """The next frame of the answer; raises ApiError where the answer is or breaks off with an error."""
@@ -55,7 +69,8 @@ class Exchange:
                 frame = await self._inbox.next()
         if isinstance(frame, (Fault, End)):
             self._is_over = True
-            self.usage = frame.prompt_tokens, frame.completion_tokens
+            if isinstance(frame, End) or frame.is_counted:
+                self.usage = frame.prompt_tokens, frame.completion_tokens
         if isinstance(frame, Fault):
             raise frame.error()
         assert isinstance(frame, (Body, Chunk, End))
@@ -73,21 +88,33 @@ class Exchange:
         return chunks
 
     def end(self) -> None:
-        """Give the place back; an answer that is not whole is stopped in the engine."""
+        """Give the place back and end the Hold; an answer that is not whole is stopped in the engine."""
         place, self._place = self._place, None
+        hold, self._hold = self._hold, None
         inbox, self._inbox = self._inbox, None
-        if inbox is not None:
-            self._bus.close_inbox(inbox, is_over=self._is_over)
         if place is not None:
             self._bus.places.release(place)
+        if inbox is not None and self._is_over:
+            self._bus.close_inbox(inbox, is_over=True)
+        if hold is not None:
+            ending = _end_hold(self._bus, hold, inbox, usage=self.usage, is_over=self._is_over)
+            self._bus.detach(ending, name=f"hold-{self.request_id}")
 
     def __del__(self) -> None:
         # A response that was cancelled on its way to Django is never closed, only dropped.
-        if (self._place is not None or self._inbox is not None) and not self._loop.is_closed():
+        if (self._place is not None or self._hold is not None) and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.end)
 
     def _deadline(self) -> "_Deadline":
         return _Deadline(self._work.deadline - time.time())
+
+
+async def _end_hold(bus: Bus, hold: Hold, inbox: Inbox | None, *, usage: Count | None, is_over: bool) -> None:
+    """End the Hold by `usage`, or by what a worker says or has left, where the answer broke off without a count."""
+    count = usage
+    if inbox is not None and usage is None:
+        count = await (bus.left_count(inbox.request_id) if is_over else bus.stop(inbox))
+    await end_hold(hold, count=count, bus=bus)
 
 
 class _Deadline:

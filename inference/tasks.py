@@ -5,11 +5,11 @@ from typing import Any
 
 from celery import shared_task
 
-from inference import services
+from inference import charges, services
 from inference.bus.envelope import TASK
 
 # What the scheduler runs, and every how many seconds.
-SWEEPS: Mapping[str, float] = {"inference.sweep_silent_engines": 5}
+SWEEPS: Mapping[str, float] = {"inference.sweep_silent_engines": 5, "inference.sweep_charges": 5}
 
 
 @shared_task(name=TASK, ignore_result=True)
@@ -24,3 +24,9 @@ def complete(*, envelope: dict[str, Any]) -> None:
 def sweep_silent_engines() -> None:
     """Take the rows of engines that have gone silent away."""
     services.sweep_silent_engines()
+
+
+@shared_task(name="inference.sweep_charges", ignore_result=True)
+def sweep_charges() -> None:
+    """End the Holds and Idempotency-Keys of API processes that died."""
+    charges.sweep_charges()

@@ -1,5 +1,6 @@
 """The views of `/v1/models` and `/v1/completions`."""
 
+from functools import partial
 from typing import cast
 
 from django.http.response import HttpResponseBase
@@ -10,10 +11,14 @@ from rest_framework.response import Response
 
 from accounts.models import ApiKey, User
 from accounts.selectors import limit
-from acsinfra.core.api_view import ApiView
-from acsinfra.core.errors import ApiError
+from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.errors import ApiError, invalid
+from acsinfra.core.idempotency import HEADER, IdempotentRequest, idempotent_request, read_idempotency_key
+from acsinfra.core.threads import in_thread_if
 from inference.bus.api import running_bus
+from inference.charges import Payer
 from inference.completions import prepare_completion
+from inference.idempotent import ROUTE, answer_once, kept_answer
 from inference.responses import Exchange, answer_stream, answer_whole
 from inference.selectors import catalogue, require_inference
 from inference.serializers import CompletionRequestSerializer, ModelListSerializer, ModelSerializer
@@ -57,7 +62,11 @@ class CompletionsView(ApiView):
         The checks in the API's order; ApiView has done the key, the size and the JSON. The rate belongs before the
         size (`ApiView.admit`); the others that are still to come have their line here.
         """
-        # An Idempotency-Key is replayed here, before the fields.
+        asked = await self._asked_once(request)
+        if asked is not None and (kept := await kept_answer(asked)) is not None:
+            return kept
+        if asked is not None and self.json.get("stream") is True:
+            raise invalid(f"{HEADER} is not taken with stream.", param=HEADER)
         models = await catalogue()
         work = await prepare_completion(
             self.json,
@@ -65,21 +74,35 @@ class CompletionsView(ApiView):
             request_id=request._request.request_id,  # type: ignore[attr-defined]
         )
         require_inference(models.get(work.model))
-        # The Spend limit refuses here, and then the Hold of work.hold_tokens is taken, before the request waits.
-        user, api_key = cast("User", request.user), cast("ApiKey", request.auth)
-        exchange = Exchange(await running_bus(is_served=_is_served), work)
+        # The Spend limit refuses here.
+        user = cast("User", request.user)
+        bus = await running_bus(is_served=_is_served)
+        exchange = Exchange(bus, work)
+        begin = partial(
+            exchange.begin,
+            payer=Payer(user, cast("ApiKey", request.auth)),
+            at_once=limit(user, "requests_at_once") or 0,
+            queued=limit(user, "requests_queued") or 0,
+        )
+        if asked is not None:
+            return await answer_once(asked, exchange, begin=begin, bus=bus)
         try:
-            await exchange.begin(
-                key=f"key-{api_key.pk}",
-                at_once=limit(user, "requests_at_once") or 0,
-                queued=limit(user, "requests_queued") or 0,
-            )
-            response = await (answer_stream(exchange) if work.stream else answer_whole(exchange))
+            await begin()
+            return await (answer_stream(exchange) if work.stream else answer_whole(exchange))
         except BaseException:
-            # The Hold is settled where the exchange ends: `Exchange.end` knows the usage, or that there is none.
             exchange.end()
             raise
-        return response
+
+    async def _asked_once(self, request: Request) -> IdempotentRequest | None:
+        """The request as its Idempotency-Key stands for it; None where it has none."""
+        key = read_idempotency_key(request, required=False)
+        if key is None:
+            return None
+        is_long = len(request._request.body) > PARSE_HERE_BYTES
+        read = partial(
+            idempotent_request, user_id=cast("ApiKey", request.auth).user_id, key=key, route=ROUTE, body=self.json
+        )
+        return await in_thread_if(is_long, read)
 
 
 async def _is_served(model: str) -> bool:

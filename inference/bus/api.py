@@ -7,15 +7,16 @@ first request, so that an API process starts without Redis too, and belongs to t
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context
+from typing import Any
 
 import structlog
 from django.conf import settings
 
 from acsinfra.core.courier import BrokerAway, Courier
-from acsinfra.core.errors import ErrorCode
+from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import keys
 from inference.bus.envelope import publish
 from inference.bus.frames import ALIVE_FOR, RENEW_EVERY, REPLIES_FOR, Cancel, Fault
@@ -28,6 +29,12 @@ logger = structlog.get_logger(__name__)
 WATCH_EVERY_SECONDS = 1.0
 # A message that no worker has taken after this long makes the watch ask whether there is any worker.
 UNTAKEN_SECONDS = 2.0
+# A worker that stops a request says at once what it counted; a request that waits in a queue has no worker to say it.
+LAST_COUNT_SECONDS = 10.0
+COUNT_PATIENCE_SECONDS = 60.0
+
+# Prompt tokens and completion tokens, as an engine counted them.
+type Count = tuple[int, int]
 
 # The reply stream is there before the first message goes out, and comes back if Redis has lost it.
 RENEW = """
@@ -38,6 +45,14 @@ end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
 return 1
 """
+
+
+def read_count(left: object) -> Count | None:
+    """What a worker left under `keys.count`."""
+    if not isinstance(left, bytes):
+        return None
+    prompt_tokens, completion_tokens = map(int, left.split())
+    return prompt_tokens, completion_tokens
 
 
 class Bus:
@@ -57,6 +72,8 @@ class Bus:
             renew=lambda: self._courier.post(*self._renewal()),
         )
         self._watch = asyncio.create_task(self._watch_over(), name="bus-watch")
+        self._detached: set[asyncio.Task[Any]] = set()
+        self.is_closing = False
 
     async def ready(self) -> None:
         """Return once this process can be answered; raises BrokerAway."""
@@ -84,8 +101,55 @@ class Bus:
         if self._inboxes.pop(inbox.request_id, None) is not None and not is_over:
             self._cancel(inbox)
 
+    async def stop(self, inbox: Inbox) -> Count | None:
+        """Stop the request in its engine, and return what was counted of it until then; None where nobody knows."""
+        last = inbox.skip_to_last()
+        try:
+            self._cancel(inbox)
+            async with asyncio.timeout(LAST_COUNT_SECONDS):
+                frame = await last
+        except TimeoutError:
+            return await self.left_count(inbox.request_id)
+        finally:
+            self._inboxes.pop(inbox.request_id, None)
+        if isinstance(frame, Fault) and not frame.is_counted:
+            return await self.left_count(inbox.request_id)
+        return frame.prompt_tokens, frame.completion_tokens
+
+    async def left_count(self, request_id: str) -> Count | None:
+        """What a worker counted last of the request, though it may have died since; None where nobody knows."""
+        try:
+            left = await self._courier.ask("GET", keys.count(request_id), patience=COUNT_PATIENCE_SECONDS)
+        except BrokerAway:
+            return None
+        return read_count(left)
+
+    def forget_count(self, request_id: str) -> None:
+        """The request's tokens are charged: its count is needed no more."""
+        self._courier.post("DEL", keys.count(request_id), patience=COUNT_PATIENCE_SECONDS)
+
+    def detach[Result](self, work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Result]:
+        """Run `work` to its end, whoever waits for it; this process does not stop before."""
+        task = asyncio.create_task(work, name=name)
+        self._detached.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
+        self._detached.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ApiError):
+            logger.error("What a request left to be done failed.", task=task.get_name(), exc_info=error)
+
     async def close(self) -> None:
-        """Stop: whatever still waits is cancelled in the engines, and this process's keys go."""
+        """Stop, once all that was detached has ended: what still waits is cancelled, and this process's keys go."""
+        self.is_closing = True
+        deadline = time.monotonic() + settings.ENGINE_TIME_LIMIT.total_seconds() + LAST_COUNT_SECONDS
+        # What ends may detach more: an answer that is over has its Hold settled.
+        while self._detached and time.monotonic() < deadline:
+            await asyncio.wait(self._detached, timeout=deadline - time.monotonic())
+        for task in list(self._detached):
+            task.cancel()
         self._watch.cancel()
         with suppress(asyncio.CancelledError):
             await self._watch
@@ -154,7 +218,7 @@ class Bus:
     def _fail(self, inboxes: list[Inbox], code: ErrorCode, message: str) -> None:
         for inbox in inboxes:
             self._cancel(inbox)
-            inbox.put(Fault(inbox.request_id, code.value, message))
+            inbox.put(Fault(inbox.request_id, code.value, message, is_counted=False))
 
 
 _bus: Bus | None = None

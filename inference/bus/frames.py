@@ -59,21 +59,34 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     completion_tokens: int
 
 
+class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
+    """The request was stopped because nobody waits for it any more; the tokens until then."""
+
+    request_id: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
 class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
-    """The answer is an error, or broke off with one; the tokens until then."""
+    """The answer is an error, or broke off with one; the tokens until then.
+
+    `is_counted` is False where the API process itself makes the fault, and knows no count.
+    """
 
     request_id: str
     code: str
     message: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_counted: bool = True
 
     def error(self) -> ApiError:
         """The error as the API answers it."""
         return ApiError(ErrorCode(self.code), self.message)
 
 
-Frame = Taken | Returned | Body | Chunk | End | Fault
+Final = End | Stopped | Fault
+Frame = Taken | Returned | Body | Chunk | Final
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

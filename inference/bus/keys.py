@@ -31,6 +31,16 @@ def cancelled(request_id: str) -> str:
     return f"acs:cancelled:{request_id}"
 
 
+def count(request_id: str) -> str:
+    """The tokens that a worker counted last for the request: `<prompt> <completion>`."""
+    return f"acs:count:{request_id}"
+
+
+def missing(process: str) -> str:
+    """Since when a sweep has missed an API process, in milliseconds."""
+    return f"acs:missing:{process}"
+
+
 def pieces(request_id: str) -> str:
     """The pieces of work too large for one message."""
     return f"acs:work:{request_id}"

@@ -18,6 +18,7 @@ from inference.bus.frames import (
     Body,
     Chunk,
     Credit,
+    Final,
     Frame,
     Returned,
     Taken,
@@ -51,6 +52,7 @@ class Inbox:
         self._arrival: asyncio.Future[None] | None = None
         self._read = 0
         self._credited = 0
+        self._last: asyncio.Future[Final] | None = None
 
     def accept(self, frame: Frame, *, worker: str) -> None:
         """Take in a frame of `worker`; what a second worker makes of the same request is not read."""
@@ -65,6 +67,10 @@ class Inbox:
 
     def put(self, frame: Frame) -> None:
         """Take in a frame."""
+        if self._last is not None:
+            if isinstance(frame, Final) and not self._last.done():
+                self._last.set_result(frame)
+            return
         self._frames.append(frame)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -77,6 +83,15 @@ class Inbox:
                 return frame
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
+
+    def skip_to_last(self) -> "asyncio.Future[Final]":
+        """Read nothing more but the last frame, which has the request's count."""
+        if self._last is None:
+            self._last = asyncio.get_running_loop().create_future()
+            frames, self._frames = self._frames, deque()
+            for frame in frames:
+                self.put(frame)
+        return self._last
 
     def next_nowait(self) -> Frame | None:
         """The next frame, or None where it has not come yet."""

@@ -16,7 +16,7 @@ from acsinfra.core.errors import ErrorCode
 from inference.answers import AnswerBuilder, MisbehavedEngine, StreamShaper, engine_requests
 from inference.bus import keys
 from inference.bus.envelope import Envelope, read_work
-from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Returned, Taken
+from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Final, Returned, Stopped, Taken
 from inference.engine.activations import CapturedActivations
 from inference.engine.errors import EngineDied, RequestFault
 from inference.wire import CompletionWork, EngineDelta
@@ -32,6 +32,10 @@ logger = structlog.get_logger(__name__)
 # An answer within this time says itself that a worker has the request.
 TAKEN_AFTER_SECONDS = 0.005
 CANCELS_REMEMBERED = 10_000
+ENDS_REMEMBERED = 10_000
+# What a request has counted is left in Redis this often while it runs, for when this worker or its API process dies.
+COUNT_EVERY_SECONDS = 1.0
+COUNT_KEPT_SECONDS = 3600
 
 
 @dataclass(eq=False)
@@ -43,14 +47,14 @@ class _Running:
     window: Window = field(default_factory=Window)
     taken: asyncio.TimerHandle | None = None
     is_aborted: bool = False
+    is_answered: bool = False
     shaper: AnswerBuilder | StreamShaper | None = None
+    counted: tuple[int, int] = (0, 0)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The prompt's tokens and those generated until now; none before the engine has the request."""
-        if self.shaper is None:
-            return 0, 0
-        return self.shaper.usage.prompt_tokens, self.shaper.completion_tokens
+        """The prompts' tokens and those generated until now; none before the engine has the request."""
+        return (0, 0) if self.shaper is None else self.shaper.counted
 
     def abort(self) -> None:
         """Nobody waits for the answer any more."""
@@ -83,6 +87,8 @@ class CompletionService:
         self._listening_since = listening_since
         self._running: dict[str, _Running] = {}
         self._cancels: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[str, Final]] = OrderedDict()
+        self._counting: asyncio.TimerHandle | None = None
         self.outboxes = Outboxes(courier=courier, worker=worker, on_gone=self._abort_process)
 
     def busy_processes(self) -> set[str]:
@@ -98,6 +104,8 @@ class CompletionService:
         running.taken = loop.call_later(
             TAKEN_AFTER_SECONDS, self.outboxes.put, reply_to, Taken(request_id, self._worker)
         )
+        if self._counting is None:
+            self._counting = loop.call_later(COUNT_EVERY_SECONDS, self._leave_counts)
 
     def obey(self, message: Control) -> None:
         """Do what an API process asks."""
@@ -108,10 +116,13 @@ class CompletionService:
             case Cancel(request_id=request_id):
                 if running is not None:
                     running.abort()
+                    if running.task is None:
+                        self._finish(running, Stopped(request_id, 0, 0))
+                elif request_id in self._ended:
+                    # Redis may have lost its last frame, and the API process waits for its count.
+                    self.outboxes.put(*self._ended[request_id])
                 else:
-                    self._cancels[request_id] = None
-                    while len(self._cancels) > CANCELS_REMEMBERED:
-                        self._cancels.popitem(last=False)
+                    _remember(self._cancels, request_id, None, at_most=CANCELS_REMEMBERED)
 
     def abort_all(self) -> None:
         """The worker's time is up: what still runs ends with an error."""
@@ -119,7 +130,7 @@ class CompletionService:
             stopping = Fault(
                 request_id, ErrorCode.ENGINE_ERROR.value, "The inference worker is stopping.", *running.tokens
             )
-            self.outboxes.put(running.reply_to, stopping)
+            self._finish(running, stopping)
             running.abort()
 
     def return_untouched(self) -> None:
@@ -140,13 +151,16 @@ class CompletionService:
             return  # given out twice
         running.task = asyncio.current_task()
         try:
-            if not running.is_aborted and request_id not in self._cancels:
+            if running.is_aborted or request_id in self._cancels:
+                self._finish(running, Stopped(request_id, 0, 0))
+            else:
                 await self._serve(envelope, running)
         except asyncio.CancelledError:
-            # An abort: whoever asked for it does not listen any more.
+            # An abort: whoever asked for it listens for the count alone.
             if not running.is_aborted:
                 raise
             logger.info("A request was stopped: nobody waits for it.", request_id=request_id)
+            self._finish(running, Stopped(request_id, *running.tokens))
         finally:
             if running.taken is not None:
                 running.taken.cancel()
@@ -165,7 +179,7 @@ class CompletionService:
                 await self._answer(work, running)
         except Exception as error:  # noqa: BLE001 - each has its answer, the unexpected ones too
             code, message = fault_of(error, request_id)
-            self.outboxes.put(running.reply_to, Fault(request_id, code.value, message, *running.tokens))
+            self._finish(running, Fault(request_id, code.value, message, *running.tokens))
 
     async def _answer(self, work: CompletionWork, running: _Running) -> None:
         engine = await self._life.engine()
@@ -174,7 +188,7 @@ class CompletionService:
         except EngineDied:
             self._life.report_dead(engine)
             raise
-        self.outboxes.put(running.reply_to, End(work.request_id, *running.tokens))
+        self._finish(running, End(work.request_id, *running.tokens))
 
     async def _stream(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> None:
         shaper = running.shaper = StreamShaper(work, self._decode)
@@ -205,10 +219,39 @@ class CompletionService:
 
         self._courier.ask("EXISTS", keys.cancelled(request_id)).add_done_callback(look)
 
+    def _finish(self, running: _Running, frame: Final) -> None:
+        """Send the last frame of a request, once; its count is in Redis before, in case nobody reads the frame."""
+        if running.is_answered:
+            return
+        running.is_answered = True
+        self._leave_count(frame.request_id, running, (frame.prompt_tokens, frame.completion_tokens))
+        _remember(self._ended, frame.request_id, (running.reply_to, frame), at_most=ENDS_REMEMBERED)
+        self.outboxes.put(running.reply_to, frame)
+
+    def _leave_counts(self) -> None:
+        self._counting = None
+        for request_id, running in self._running.items():
+            if not running.is_answered:
+                self._leave_count(request_id, running, running.tokens)
+        if self._running:
+            self._counting = asyncio.get_running_loop().call_later(COUNT_EVERY_SECONDS, self._leave_counts)
+
+    def _leave_count(self, request_id: str, running: _Running, tokens: tuple[int, int]) -> None:
+        if tokens != running.counted:
+            running.counted = tokens
+            count = "{} {}".format(*tokens)
+            self._courier.post("SET", keys.count(request_id), count, "EX", COUNT_KEPT_SECONDS, patience=60)
+
     def _abort_process(self, process: str) -> None:
         for running in self._running.values():
             if running.reply_to == process:
                 running.abort()
+
+
+def _remember[Value](known: OrderedDict[str, Value], request_id: str, value: Value, *, at_most: int) -> None:
+    known[request_id] = value
+    while len(known) > at_most:
+        known.popitem(last=False)
 
 
 def fault_of(error: Exception, request_id: str) -> tuple[ErrorCode, str]:

@@ -297,7 +297,7 @@ class Money(RuleBasedStateMachine):
     @rule()
     def sweep_what_expired(self) -> None:
         expired = [known for known in self.holds if known.state == "live" and known.expires_at < self.now]
-        count = end_expired_holds(now=self.now)
+        count = end_expired_holds(kinds=WorkKind, now=self.now)
         for known in expired:
             known.end(None)
         assert (count.settled, count.released) == (0, len(expired))

@@ -91,22 +91,23 @@ def test_a_sweep_goes_through_more_holds_than_a_batch() -> None:
     assert budget_summary(user).held == SWEEP_BATCH
 
 
-def test_holds_that_expired_are_ended_whatever_their_kind() -> None:
+def test_holds_of_the_kinds_asked_for_that_expired_are_ended() -> None:
     now = timezone.now()
     user = make_user()
     take_hold(user=user, api_key=None, tokens=1, work=new_work(), expires_at=now - SOON)
     take_hold(user=user, api_key=None, tokens=2, work=new_work(WorkKind.APP), expires_at=now - SOON)
     take_hold(user=user, api_key=None, tokens=4, work=new_work(), expires_at=now + SOON)
     take_hold(user=user, api_key=None, tokens=8, work=new_work(WorkKind.JOB))
-    assert end_expired_holds(now=now) == SweepCount(released=2)
-    assert end_expired_holds(now=now) == SweepCount()
+    assert end_expired_holds(kinds=(WorkKind.JOB, WorkKind.HARVEST), now=now) == SweepCount()
+    assert end_expired_holds(kinds=WorkKind, now=now) == SweepCount(released=2)
+    assert end_expired_holds(kinds=WorkKind, now=now) == SweepCount()
     assert budget_summary(user).held == 12
 
 
 def test_an_expired_hold_may_be_charged_too() -> None:
     user = make_user()
     take_hold(user=user, api_key=None, tokens=9, work=new_work(), expires_at=timezone.now() - SOON)
-    assert end_expired_holds(count=lambda hold: hold.tokens) == SweepCount(settled=1, tokens=9)
+    assert end_expired_holds(kinds=WorkKind, count=lambda hold: hold.tokens) == SweepCount(settled=1, tokens=9)
     assert budget_summary(user).used == 9
 
 

@@ -20,11 +20,15 @@ import pytest
 from inference.bus import keys
 from tests import conftest
 from tests.inference.broker import Broker
+from tests.inference.money import money_of, sweep
 from tests.inference.second_api import second_api
 from tests.inference.test_completions_way import LONG, SHORT, STOPPED, busy_share, engine_process, until_working
-from tests.stack import Stack
+from tests.stack import Stack, StackUser
 
 SILENT_AFTER_SECONDS = 3.0
+# The engine runs 64 sequences at once: four of these.
+PART = LONG | {"prompt": ["The capital"] * 15}
+PART_HOLD = 15 * 3 + 15 * 480
 SOME = LONG | {"prompt": ["The capital"] * 16, "max_tokens": 200}
 
 
@@ -46,6 +50,14 @@ def fragile(broker: Broker, tiny_model: Path) -> Iterator[Stack]:
     stack.start("api")
     yield stack
     stack.close()
+
+
+@pytest.fixture
+def user(fragile: Stack) -> Iterator[StackUser]:
+    """Return a User whose Holds have all ended, each once, and add up after the test."""
+    user = fragile.new_user()
+    yield user
+    money_of(fragile, user, seconds=20)
 
 
 def code_of(response: httpx.Response) -> tuple[int, str]:
@@ -94,8 +106,8 @@ def test_without_an_engine_the_model_is_unavailable_and_then_starting(fragile: S
         assert client.post("completions", json=SHORT).status_code == 200
 
 
-async def test_a_broker_that_restarts_loses_no_request(fragile: Stack, broker: Broker) -> None:
-    async with fragile.async_client() as client:
+async def test_a_broker_that_restarts_loses_no_request(fragile: Stack, broker: Broker, user: StackUser) -> None:
+    async with fragile.async_client(user) as client:
         await until_served(client)
         started = asyncio.Event()
         streaming = asyncio.create_task(read_stream(client, SOME, started))
@@ -111,7 +123,31 @@ async def test_a_broker_that_restarts_loses_no_request(fragile: Stack, broker: B
         assert sum(chunk["finish_reason"] == "length" for chunk in chunks) == 16
         answers = [*await asyncio.gather(*whole), await late]
         assert {answer.status_code for answer in answers} == {200}
-        assert {answer.json()["usage"]["completion_tokens"] for answer in answers[:3]} == {16 * 200}
+        usages = [answer.json()["usage"] for answer in answers]
+        assert {usage["completion_tokens"] for usage in usages[:3]} == {16 * 200}
+    money = money_of(fragile, user)
+    # The first of all was the one that showed that the way is open.
+    expected = sorted([usage["total_tokens"] for usage in usages] + [usages[0]["total_tokens"], money.charged[0]])
+    assert (sorted(money.charged), money.released) == (expected, [])
+
+
+async def test_a_broker_that_lost_its_data_loses_no_money(fragile: Stack, broker: Broker, user: StackUser) -> None:
+    async with fragile.async_client(user) as client:
+        await until_served(client)
+        started = asyncio.Event()
+        streaming = asyncio.create_task(read_stream(client, SOME, started))
+        whole = asyncio.create_task(client.post("completions", json=SOME, headers={"Idempotency-Key": "lost"}))
+        await started.wait()
+        with broker.client() as redis:
+            redis.flushall()
+        # What runs goes on, and a sweep takes nobody for dead.
+        assert sweep(fragile, missing_for=10) == [[0, 0, 0, 0]] * 2
+        assert (await streaming)[-1] == "data: [DONE]"
+        answer = await whole
+        assert answer.status_code == 200
+        await until_served(client)
+    total = answer.json()["usage"]["total_tokens"]
+    assert sorted(money_of(fragile, user).charged)[-2:] == [total, total]
 
 
 async def test_a_broker_that_stays_away_is_a_503_and_its_return_is_enough(fragile: Stack, broker: Broker) -> None:
@@ -125,22 +161,35 @@ async def test_a_broker_that_stays_away_is_a_503_and_its_return_is_enough(fragil
         await until_served(client)
 
 
-async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(fragile: Stack) -> None:
-    async with fragile.async_client() as client:
+async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(fragile: Stack, user: StackUser) -> None:
+    other = fragile.new_user()
+    async with fragile.async_client(other) as client:
         await until_served(client)
+    async with fragile.async_client(user) as client:
         engine = engine_process(fragile)
         started = asyncio.Event()
-        streaming = asyncio.create_task(read_stream(client, LONG, started))
-        whole = [asyncio.create_task(client.post("completions", json=LONG)) for _ in range(2)]
+        streaming = asyncio.create_task(read_stream(client, PART, started))
+        whole = [asyncio.create_task(client.post("completions", json=PART)) for _ in range(2)]
+        keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "died"}}
+        whole.append(asyncio.create_task(client.post("completions", json=PART, **keyed)))
         await started.wait()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         killed_at = time.monotonic()
         engine.kill()
         answers, lines = await asyncio.gather(asyncio.gather(*whole), streaming)
         assert time.monotonic() - killed_at < 5
         assert {code_of(answer) for answer in answers} == {(502, "engine_error")}
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+        money = money_of(fragile, user)
+        assert (len(money.charged), money.released) == (4, [])
+        assert all(3 < charged < PART_HOLD for charged in money.charged)
+    async with fragile.async_client(other) as client:
         await until_served(client)
+    async with fragile.async_client(user) as client:
+        # The error is the answer, also now that the engine is back.
+        again = await client.post("completions", json=PART, **keyed)
+        assert (again.status_code, again.content) == (502, answers[-1].content)
+        assert money_of(fragile, user) == money
         assert engine_process(fragile).pid != engine.pid
         assert fragile.log("inference").count("another is started") == 1
 
@@ -148,12 +197,15 @@ async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(fragile: Sta
 async def test_the_requests_and_places_of_an_api_process_that_dies_end(fragile: Stack, tmp_path: Path) -> None:
     user = fragile.new_user(requests_at_once=1, requests_queued=5)
     engine = engine_process(fragile)
+    keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "killed"}}
+    longer = LONG | {"prompt": ["The"] * 66}
     async with fragile.async_client(user) as client:
         await until_served(client)
+        short = money_of(fragile, user).charged[-1]
         stopped_before = fragile.log("inference").count(STOPPED)
         with contextlib.suppress(AssertionError), second_api(fragile, tmp_path / "api.log") as url:
             async with fragile.async_client(user, base_url=url) as doomed:
-                asking = asyncio.create_task(doomed.post("completions", json=LONG | {"prompt": ["The"] * 66}))
+                asking = asyncio.create_task(doomed.post("completions", json=longer, **keyed))
                 await until_working(engine)
                 (second,) = (
                     process
@@ -167,28 +219,70 @@ async def test_the_requests_and_places_of_an_api_process_that_dies_end(fragile: 
         answer = await client.post("completions", json=SHORT)
         assert answer.status_code == 200
         assert time.monotonic() - died_at < 30
+        assert len(money_of(fragile, user, is_final=False).held) == 1
+        assert code_of(await client.post("completions", json=longer, **keyed)) == (409, "idempotency_in_progress")
         while fragile.log("inference").count(STOPPED) == stopped_before and busy_share(engine, 0.5) > 0.2:
             assert time.monotonic() - died_at < 40
+        # The worker's last count is charged, once, and the key has an answer that says so.
+        while (swept := sweep(fragile)) == [[0, 0, 0, 0]] * 2:
+            assert time.monotonic() - died_at < 40
+            await asyncio.sleep(0.2)
+        assert swept == [[1, 0, 1, 0], [0, 0, 0, 0]]
+        money = money_of(fragile, user)
+        (counted,) = [charged for charged in money.charged if charged != short]
+        assert (len(money.charged), money.released) == (3, [])
+        assert 66 < counted <= 66 * 2 + 66 * 480
+        ended = await client.post("completions", json=longer, **keyed)
+        assert code_of(ended) == (502, "engine_error")
+        assert f"{counted:,} tokens were charged" in ended.json()["error"]["message"]
+        assert money_of(fragile, user) == money
 
 
-async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile: Stack) -> None:
+async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile: Stack, user: StackUser) -> None:
     async with fragile.async_client() as client:
         await until_served(client)
+    async with fragile.async_client(user) as client:
         engine = engine_process(fragile)
         worker = psutil.Process(fragile.children["inference"].process.pid)
-        asking = [asyncio.create_task(client.post("completions", json=LONG)) for _ in range(3)]
+        asking = [asyncio.create_task(client.post("completions", json=PART)) for _ in range(3)]
         await until_working(engine)
+        # It leaves its counts every second.
+        await asyncio.sleep(1.5)
         worker.kill()
         killed_at = time.monotonic()
         answers = await asyncio.gather(*asking)
         assert time.monotonic() - killed_at < SILENT_AFTER_SECONDS + 5
         assert {answer.status_code for answer in answers} <= {502, 503}
         assert (502, "engine_error") in map(code_of, answers)
+        money = money_of(fragile, user)
+        assert (len(money.charged), money.released) == (3, [])
+        assert all(3 < charged < PART_HOLD for charged in money.charged)
         fragile.kill("inference")
         assert code_of(await client.post("completions", json=SHORT))[0] == 503
         await asyncio.to_thread(fragile.start, "inference")
         await until_served(client)
         assert not engine.is_running()
+
+
+async def test_an_api_process_that_is_stopped_finishes_and_charges_what_it_has(
+    fragile: Stack, user: StackUser, tmp_path: Path
+) -> None:
+    keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "left"}}
+    engine = engine_process(fragile)
+    with second_api(fragile, tmp_path / "api.log") as url:
+        async with fragile.async_client(user, base_url=url) as client:
+            asking = asyncio.create_task(client.post("completions", json=SOME, **keyed))
+            await until_working(engine)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+    # Its client is gone and it has stopped in order: the answer is there for the retry, and charged.
+    money = money_of(fragile, user, seconds=0)
+    async with fragile.async_client(user) as client:
+        answer = await client.post("completions", json=SOME, **keyed)
+    assert answer.status_code == 200
+    assert money.charged == [answer.json()["usage"]["total_tokens"]]
+    assert money_of(fragile, user) == money
 
 
 async def test_a_worker_that_is_stopped_finishes_what_it_has(fragile: Stack, broker: Broker) -> None:
