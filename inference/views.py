@@ -15,6 +15,7 @@ from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
 from acsinfra.core.errors import ApiError, invalid
 from acsinfra.core.idempotency import HEADER, IdempotentRequest, idempotent_request, read_idempotency_key
 from acsinfra.core.threads import in_thread_if
+from budgets.spend import require_spending_async
 from inference.bus.api import running_bus
 from inference.charges import Payer
 from inference.completions import prepare_completion
@@ -59,8 +60,7 @@ class CompletionsView(ApiView):
     async def post(self, request: Request) -> HttpResponseBase:
         """Complete the prompts, and answer when all is there or, with `stream`, as it comes.
 
-        The checks in the API's order; ApiView has done the key, the size and the JSON. The rate belongs before the
-        size (`ApiView.admit`); the others that are still to come have their line here.
+        The checks in the API's order; ApiView has done the key, the rate, the size and the JSON.
         """
         asked = await self._asked_once(request)
         if asked is not None and (kept := await kept_answer(asked)) is not None:
@@ -74,7 +74,7 @@ class CompletionsView(ApiView):
             request_id=request._request.request_id,  # type: ignore[attr-defined]
         )
         require_inference(models.get(work.model))
-        # The Spend limit refuses here.
+        await require_spending_async()
         user = cast("User", request.user)
         bus = await running_bus(is_served=_is_served)
         exchange = Exchange(bus, work)
