@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -56,10 +56,13 @@ class Stack:
         broker_url: str,
         tiny_model: Path,
         name: str = "stack",
+        model_options: Sequence[str] = (),
     ) -> None:
+        """Make the database and its one Base model, `tiny`; `model_options` are of `addmodel`, for another source."""
         self._name = name
         self._supervisor = supervisor
         self._users = 0
+        self.start_seconds: float = START_SECONDS
         self._console: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
         self.tiny_model = tiny_model
@@ -78,7 +81,8 @@ class Stack:
             "MONTHLY_TOKENS": "1000000000000",
         }
         self.manage("migrate", "--verbosity", "0")
-        self.manage("addmodel", "tiny", "--source", str(tiny_model), "--dtype", "float32", "--max-num-seqs", "64")
+        usual = ("--source", str(tiny_model), "--dtype", "float32", "--max-num-seqs", "64")
+        self.manage("addmodel", "tiny", *(model_options or usual))
         self.user = self.new_user()
 
     # Talking to it
@@ -179,8 +183,9 @@ class Stack:
         }
         self.wait_for(tests[part], part=part)
 
-    def wait_for(self, is_true: Callable[[], bool], *, part: Part, seconds: float = START_SECONDS) -> None:
-        """Wait until `is_true`, while `part` runs."""
+    def wait_for(self, is_true: Callable[[], bool], *, part: Part, seconds: float | None = None) -> None:
+        """Wait until `is_true`, while `part` runs; by default for as long as a start may take."""
+        seconds = self.start_seconds if seconds is None else seconds
         deadline = time.monotonic() + seconds
         while not is_true():
             self.children[part].check()

@@ -355,10 +355,3 @@ def test_a_large_steering_vector_travels_in_pieces(client: httpx.Client) -> None
     plain = tensor_of(complete(client, **body)["activations"])
     steered = tensor_of(complete(client, **body, apply_steering_vectors=[steering])["activations"])
     np.testing.assert_allclose(steered[0, :480], plain[0, :480] + rows[0], atol=1e-4)
-
-
-def test_the_benchmark_measures_a_running_api(client: httpx.Client, inference_stack: Stack) -> None:
-    where = ["--url", inference_stack.base_url, "--key", inference_stack.user.key]
-    figures = json.loads(inference_stack.manage("bench_completions", "tiny", *where, "--requests", "20", "--json"))
-    assert figures["requests"] == 20
-    assert 0 < figures["p50_ms"] <= figures["p99_ms"]

@@ -1,42 +1,97 @@
-"""`manage.py bench completions|harvest`: measure this machine against the configured database and broker."""
+"""`manage.py bench api|harvest|holds`: what this machine does a second. `tests/benchmarks` has how it is measured."""
 
 import argparse
 import json
+import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand
+from django.core.management.base import BaseCommand, CommandError
+
+from acsinfra.quickstart.home import StartRefused, check_engine_library
+from acsinfra.quickstart.start import Stopped, signals_stop
+from acsinfra.quickstart.supervisor import ChildFailed
 
 
 class Command(BaseCommand):
-    """Benchmarks are commands, not tests: they print figures and assert nothing."""
+    """Benchmarks are commands, not tests: they print figures and assert nothing of them."""
 
-    help = "Measure: `harvest` beside plain prefill on the same engine."
+    help = "Measure: the API beside the bare engine, `harvest` beside plain prefill, Holds a second."
+    # `bench api` brings its own database.
+    requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         what = parser.add_subparsers(dest="what", required=True)
+        api = what.add_parser(
+            "api", help="Completions and Jobs through an API of its own, beside the same engine driven directly"
+        )
+        api.add_argument("--quick", action="store_true", help="fewer repetitions: under two minutes")
+        api.add_argument("--source", help="the checkpoint, as addmodel takes it (default: a tiny random model)")
+        api.add_argument("--dtype", default="auto", help="of --source (default %(default)s)")
+        api.add_argument("--max-num-seqs", type=int, default=64, help="of both engines (default %(default)s)")
         harvest = what.add_parser("harvest", help="tokens/s of plain prefill, of the capture, and of jobs into files")
         harvest.add_argument("model", help="the name of a Base model")
         harvest.add_argument("--prompts", type=int, default=200)
         harvest.add_argument("--rounds", type=int, default=5)
         harvest.add_argument("--layers", help='such as 8,16,24, or "all"; left out: the quartiles')
-        harvest.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        holds = what.add_parser("holds", help="Holds taken and settled a second, in the configured database")
+        holds.add_argument("--seconds", type=float, default=3.0, help="how long each round takes")
+        holds.add_argument("--at-once", type=int, nargs="+", default=[1, 64])
+        holds.add_argument("--budgets", type=int, nargs="+", default=[1, 100], help="spread over so many Budgets")
+        for each in (api, harvest, holds):
+            each.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        from inference.models import BaseModel
-        from tests.benchmarks import harvest
+        figures, text = {"api": _api, "harvest": _harvest, "holds": _holds}[options["what"]](options)
+        self.stdout.write(json.dumps(figures) if options["json"] else text)
+        if figures.get("imbalances"):
+            raise CommandError("Budgets do not add up after the Holds.")
 
-        layers = options["layers"]
-        if layers == "all":
-            layers = range(BaseModel.objects.get(name=options["model"]).n_layers)
-        elif layers is not None:
-            layers = [int(layer) for layer in layers.split(",")]
-        figures = harvest.measure(
-            model_name=options["model"], n_prompts=options["prompts"], rounds=options["rounds"], layers=layers
-        )
-        if options["json"]:
-            self.stdout.write(json.dumps(figures))
-            return
-        self.stdout.write(f"{figures['prompts']} prompts, {figures['tokens']} tokens, layers {figures['layers']}")
-        for name, value in figures["tokens_per_s"].items():
-            ratio = figures["ratios"].get(f"{name}_over_prefill", 1.0)
-            self.stdout.write(f"{name:12} {value:8} tokens/s  {ratio:.3f} of prefill")
+
+def _api(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    from tests.benchmarks import api, report
+    from tests.benchmarks.parts import BenchFailed
+
+    with signals_stop():
+        try:
+            check_engine_library()
+            figures = api.measure(
+                plan=api.QUICK if options["quick"] else api.FULL,
+                source=options["source"],
+                dtype=options["dtype"],
+                max_num_seqs=options["max_num_seqs"],
+            )
+        except (BenchFailed, ChildFailed, StartRefused, AssertionError) as error:
+            raise CommandError(str(error)) from error
+        except Stopped as stopped:
+            sys.exit(128 + stopped.number)
+    return figures, report.table(figures)
+
+
+def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    from inference.models import BaseModel
+    from tests.benchmarks import harvest
+
+    layers = options["layers"]
+    if layers == "all":
+        layers = range(BaseModel.objects.get(name=options["model"]).n_layers)
+    elif layers is not None:
+        layers = [int(layer) for layer in layers.split(",")]
+    figures = harvest.measure(
+        model_name=options["model"], n_prompts=options["prompts"], rounds=options["rounds"], layers=layers
+    )
+    lines = [f"{figures['prompts']} prompts, {figures['tokens']} tokens, layers {figures['layers']}"]
+    for name, value in figures["tokens_per_s"].items():
+        ratio = figures["ratios"].get(f"{name}_over_prefill", 1.0)
+        lines.append(f"{name:12} {value:8} tokens/s  {ratio:.3f} of prefill")
+    return figures, "\n".join(lines)
+
+
+def _holds(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    from tests.benchmarks import holds
+
+    figures = holds.measure(seconds=options["seconds"], at_once=options["at_once"], budgets=options["budgets"])
+    return figures, "\n".join(
+        f"{found['via']:>7}, {found['at_once']:>3} at once, {found['budgets']:>3} Budgets: "
+        f"{found['holds_per_s']:>7.0f} Holds/s, p50 {found['p50_ms']:.2f} ms, p99 {found['p99_ms']:.2f} ms"
+        for found in figures["rounds"]
+    )

@@ -1,16 +1,13 @@
-"""`manage.py bench_holds`: Holds a second, taken and settled, against the configured database."""
+"""Holds a second, taken and settled, against the configured database: by threads (Jobs) and by the async pool."""
 
 import asyncio
-import json
 import secrets
-import statistics
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
 from django.db import connection
 
 from accounts.models import ApiKey, User
@@ -25,6 +22,7 @@ from budgets.services import (
     take_hold,
     take_hold_async,
 )
+from tests.benchmarks.figures import quantiles
 
 type Owner = tuple[User, ApiKey]
 
@@ -41,42 +39,23 @@ class Figures:
     p99_ms: float
 
 
-class Command(BaseCommand):
-    """Makes Users of its own, and deletes them and their Holds at its end."""
+def measure(*, seconds: float, at_once: Sequence[int], budgets: Sequence[int]) -> dict[str, Any]:
+    """Run a round of `seconds` for each of `at_once` workers over each of `budgets` Budgets, both ways.
 
-    help = "Measure Holds a second, each taken and settled: threads (Jobs) and the async pool (Completions)."
-
-    def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--seconds", type=float, default=3.0, help="How long each round takes.")
-        parser.add_argument("--at-once", type=int, nargs="+", default=[1, 64])
-        parser.add_argument("--budgets", type=int, nargs="+", default=[1, 100], help="Spread over so many Budgets.")
-        parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-
-    def handle(self, *args: Any, **options: Any) -> None:
-        rounds: list[Figures] = []
-        owners = [_make_owner() for _ in range(max(options["budgets"]))]
-        try:
-            for budgets in options["budgets"]:
-                for at_once in options["at_once"]:
-                    for measure in (_measure_threads, _measure_async):
-                        rounds.append(measure(owners[:budgets], at_once, options["seconds"]))
-                        if not options["json"]:
-                            self._print(rounds[-1])
-            faults = [fault for user, _ in owners for fault in imbalances(user=user)]
-        finally:
-            User.objects.filter(pk__in=[user.pk for user, _ in owners]).delete()
-        if options["json"]:
-            self.stdout.write(
-                json.dumps({"rounds": [asdict(figures) for figures in rounds], "imbalances": len(faults)})
-            )
-        if faults:
-            raise SystemExit(1)
-
-    def _print(self, figures: Figures) -> None:
-        self.stdout.write(
-            f"{figures.via:>7}, {figures.at_once:>3} at once, {figures.budgets:>3} Budgets: "
-            f"{figures.holds_per_s:>7.0f} Holds/s, p50 {figures.p50_ms:.2f} ms, p99 {figures.p99_ms:.2f} ms"
-        )
+    Returns the Figures of each as `rounds`, and `imbalances`: how many Budgets did not add up at the end, which is a
+    fault. Makes Users of its own, and deletes them and their Holds.
+    """
+    rounds: list[Figures] = []
+    owners = [_make_owner() for _ in range(max(budgets))]
+    try:
+        for n_budgets in budgets:
+            for workers in at_once:
+                for way in (_measure_threads, _measure_async):
+                    rounds.append(way(owners[:n_budgets], workers, seconds))
+        faults = [fault for user, _ in owners for fault in imbalances(user=user)]
+    finally:
+        User.objects.filter(pk__in=[user.pk for user, _ in owners]).delete()
+    return {"rounds": [asdict(figures) for figures in rounds], "imbalances": len(faults)}
 
 
 def _make_owner() -> Owner:
@@ -141,12 +120,12 @@ def _measure_async(owners: Sequence[Owner], at_once: int, seconds: float) -> Fig
 
 
 def _figures(via: str, owners: Sequence[Owner], at_once: int, seconds: float, times: Sequence[float]) -> Figures:
-    cuts = statistics.quantiles(times, n=100)
+    taken = quantiles(times)
     return Figures(
         via=via,
         at_once=at_once,
         budgets=len(owners),
         holds_per_s=round(len(times) / seconds, 1),
-        p50_ms=round(cuts[49] * 1000, 3),
-        p99_ms=round(cuts[98] * 1000, 3),
+        p50_ms=round(taken.p50_ms, 3),
+        p99_ms=round(taken.p99_ms, 3),
     )

@@ -1,4 +1,4 @@
-"""`manage.py bench_holds`."""
+"""`manage.py bench holds`."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from budgets.models import Hold
 @pytest.mark.django_db(transaction=True)
 def test_it_measures_and_leaves_nothing_behind() -> None:
     output = io.StringIO()
-    call_command("bench_holds", "--json", "--seconds", "0.5", "--at-once", "1", "4", "--budgets", "2", stdout=output)
+    call_command("bench", "holds", "--json", "--seconds", "0.5", "--at-once", "1", "4", "--budgets", "2", stdout=output)
     report = json.loads(output.getvalue())
     assert report["imbalances"] == 0
     assert [(figures["via"], figures["at_once"]) for figures in report["rounds"]] == [
