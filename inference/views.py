@@ -5,7 +5,7 @@ from typing import cast
 
 from django.http.response import HttpResponseBase
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -54,13 +54,23 @@ class CompletionsView(ApiView):
 
     @extend_schema(
         operation_id="create_completion",
+        parameters=[
+            OpenApiParameter(
+                HEADER,
+                str,
+                OpenApiParameter.HEADER,
+                description="1 to 255 printable characters. Not with `stream`. A retry with the same key gets the "
+                "answer of the first request, which runs to its end also when its client goes away.",
+            )
+        ],
         request=CompletionRequestSerializer,
         responses={(200, "application/json"): OpenApiTypes.OBJECT, (200, "text/event-stream"): OpenApiTypes.STR},
     )
     async def post(self, request: Request) -> HttpResponseBase:
         """Complete the prompts, and answer when all is there or, with `stream`, as it comes.
 
-        The checks in the API's order; ApiView has done the key, the rate, the size and the JSON.
+        The checks in the API's order; ApiView has done the key, the rate, the size and the JSON, and `Exchange.begin`
+        does the capacity's and the Budget's.
         """
         asked = await self._asked_once(request)
         if asked is not None and (kept := await kept_answer(asked)) is not None:

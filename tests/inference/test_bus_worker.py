@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from acsinfra.core.courier import Courier
+from acsinfra.core.errors import ErrorCode
 from inference.bus import keys
 from inference.bus.api import Bus
 from inference.bus.envelope import Envelope
@@ -16,6 +17,7 @@ from inference.bus.frames import Cancel, Fault, Frame, Returned, Taken
 from inference.bus.replies import Inbox
 from inference.wire import CompletionWork, Sampling
 from inference.worker.completions import CompletionService
+from inference.worker.control import ControlReader
 from inference.worker.engine_life import EngineLife
 from tests.inference.broker import Broker
 
@@ -31,12 +33,13 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 class Exchange:
     """A worker's service and the API process that waits for it."""
 
-    def __init__(self, bus: Bus, courier: Courier) -> None:
+    def __init__(self, bus: Bus, courier: Courier, broker_url: str) -> None:
         async def never() -> NoReturn:
             raise AssertionError("no engine is started here")
 
         life = EngineLife(start=never, on_live=lambda: None, on_dead=lambda: None, on_lost=lambda: None)
         self.bus = bus
+        self.broker_url = broker_url
         self.courier = courier
         self.service = CompletionService(
             worker="worker-1",
@@ -85,7 +88,7 @@ async def exchange(broker: Broker) -> AsyncIterator[Exchange]:
 
     bus, courier = Bus(url=broker.url, is_served=always), Courier(broker.url)
     await bus.ready()
-    yield Exchange(bus, courier)
+    yield Exchange(bus, courier, broker.url)
     await bus.close()
     await courier.close()
 
@@ -175,3 +178,66 @@ async def test_the_requests_of_an_api_process_that_is_gone_are_stopped(exchange:
     async with asyncio.timeout(10):
         await exchange.service.serve(envelope)
     assert exchange.service.busy_processes() == set()
+
+
+# What was counted
+
+
+async def test_a_request_that_is_stopped_says_what_it_counted(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_10")
+    control = ControlReader(url=exchange.broker_url, model="tiny", on_message=exchange.service.obey)
+    await control.listening.wait()
+    serving = asyncio.create_task(exchange.service.serve(exchange.envelope("req_10")))
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(2):
+        assert await exchange.bus.stop(inbox) == (0, 0)
+        await serving
+    # Redis lost the last frame: the worker says it again.
+    again = exchange.inbox("req_10")
+    async with asyncio.timeout(2):
+        assert await exchange.bus.stop(again) == (0, 0)
+    assert exchange.bus.waiting == 0
+    await control.close()
+
+
+async def test_a_request_that_no_worker_knows_has_the_count_that_one_left(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.bus.api.LAST_COUNT_SECONDS", 0.2)
+    await exchange.courier.ask("SET", keys.count("req_11"), "5 6", "EX", 60)
+    assert await exchange.bus.stop(exchange.inbox("req_11")) == (5, 6)
+    assert await exchange.bus.stop(exchange.inbox("req_12")) is None
+    exchange.bus.forget_count("req_11")
+    assert await exchange.bus.left_count("req_11") is None
+
+
+async def test_a_request_whose_worker_died_has_the_count_that_it_left(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_13")
+    await exchange.courier.ask("SET", keys.count("req_13"), "7 8", "EX", 60)
+    stopping = asyncio.create_task(exchange.bus.stop(inbox))
+    await asyncio.sleep(0.05)
+    exchange.bus._fail([inbox], ErrorCode.ENGINE_ERROR, "The inference worker died under this request.")
+    async with asyncio.timeout(2):
+        assert await stopping == (7, 8)
+
+
+async def test_a_bus_closes_once_what_was_detached_has_ended(broker: Broker) -> None:
+    async def always(model: str) -> bool:
+        return True
+
+    bus = Bus(url=broker.url, is_served=always)
+    await bus.ready()
+    ended: list[str] = []
+
+    async def settle() -> None:
+        await asyncio.sleep(0.1)
+        ended.append("hold")
+
+    async def answer() -> None:
+        await asyncio.sleep(0.1)
+        bus.detach(settle(), name="hold")
+        ended.append("answer")
+
+    bus.detach(answer(), name="answer")
+    await bus.close()
+    assert ended == ["answer", "hold"]
