@@ -143,7 +143,10 @@ class ApiBench:
         """Return the figures `name`, as a step."""
         text, measure = MEASURES[name]
         with steps.step(name, text):
-            return measure(self)
+            figures = measure(self)
+        # Whatever fails later, this was measured.
+        steps.say(f"  {json.dumps(figures)}")
+        return figures
 
     # One token, one client
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from typing import Any
 
@@ -51,6 +52,7 @@ def _api(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     from tests.benchmarks import api, report
     from tests.benchmarks.parts import BenchFailed
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     with signals_stop():
         try:
             check_engine_library()
