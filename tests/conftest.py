@@ -2,6 +2,9 @@
 
 pytest-django reads the settings when pytest is configured, and the settings read the environment. So the servers start
 here, at import, before any test module, and any conftest below may import models.
+
+Two processes of pytest-xdist share the tests (`-n 0` runs them in one), each with servers of its own. What shares an
+engine goes to the same one.
 """
 
 import atexit
@@ -55,6 +58,7 @@ os.environ.update(
 django.setup()
 
 _running_stack: list[Stack] = []
+_STACK_FIXTURES = {"stack", "api", "inference_stack", "harvest_stack"}
 
 
 @pytest.fixture(scope="session")
@@ -96,13 +100,30 @@ def harvest_stack(api: Stack) -> Stack:
     return api
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together what shares the stack, what shares the engines of one process, and else each file."""
+    for item in items:
+        if _STACK_FIXTURES & set(getattr(item, "fixturenames", ())):
+            group = "stack"
+        elif "engine" in item.path.parent.parts:
+            group = "engine"
+        else:
+            group = str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_unconfigure() -> None:
+    """End the servers; a process of pytest-xdist does not get to what `atexit` registers."""
+    _end_everything()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what the stack's processes logged, where a test of theirs failed."""
     report = yield
-    if report.failed and {"stack", "api", "inference_stack", "harvest_stack"} & set(getattr(item, "fixturenames", ())):
+    if report.failed and _STACK_FIXTURES & set(getattr(item, "fixturenames", ())):
         for stack in _running_stack:
             report.sections.extend((f"log of {name}", text) for name, text in stack.log_tails().items())
     return report
