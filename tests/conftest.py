@@ -100,6 +100,7 @@ def harvest_stack(api: Stack) -> Stack:
     return api
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep together what shares the stack, what shares the engines of one process, and else each file."""
     for item in items:
@@ -108,7 +109,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif "engine" in item.path.parent.parts:
             group = "engine"
         else:
-            group = str(item.path)
+            group = item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -2,17 +2,26 @@
 
 import argparse
 import json
+import logging
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+
+from acsinfra.quickstart.home import StartRefused, check_engine_library
+from acsinfra.quickstart.start import Stopped, signals_stop
+from acsinfra.quickstart.supervisor import ChildFailed
 
 
 class Command(BaseCommand):
     """Kills only what it started itself: a PostgreSQL, a Valkey, two API processes, workers, all of its own."""
 
     help = "Kill -9 parts at random under traffic for some minutes; exit 1 where a promise is broken."
+
+    # It brings its own database.
+    requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -25,7 +34,15 @@ class Command(BaseCommand):
         from tests.benchmarks.chaos.run import run_chaos
 
         seed = secrets.randbelow(10**6) if options["seed"] is None else options["seed"]
-        figures = run_chaos(minutes=options["minutes"], seed=seed)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        try:
+            check_engine_library()
+            with signals_stop():
+                figures = run_chaos(minutes=options["minutes"], seed=seed)
+        except (StartRefused, ChildFailed) as error:
+            raise CommandError(str(error)) from error
+        except Stopped as stopped:
+            sys.exit(128 + stopped.number)
         if options["json"]:
             self.stdout.write(json.dumps(figures))
         else:
