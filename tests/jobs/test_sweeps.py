@@ -67,7 +67,8 @@ def test_a_sweep_puts_jobs_back_and_says_look_where_an_engine_serves(
     assert messages(looks) == []
     mark_live(engine=register_engine(model=model, kind=Engine.Kind.INFERENCE))
     tasks.sweep()
-    assert messages(looks) == [services.LOOK]
+    # One at least: a message that was sent again after a lost connection is as good.
+    assert set(messages(looks)) == {services.LOOK}
 
 
 def test_expired_results_go_with_their_files(user: User, key: ApiKey, model: BaseModel) -> None:

@@ -143,9 +143,11 @@ def test_norm_match_is_blind_to_the_length_of_the_vector(roomy: EngineThread, si
 
 
 def test_scale_zero_gives_exactly_the_unsteered_answer(roomy: EngineThread) -> None:
-    plain = make_request(PROMPT, max_tokens=GENERATED, logprobs=3)
+    # A prompt of its own: a steered request reads no cached prefix, and with one the last bits may be others.
+    prompt = make_prompt(70, seed=33)
+    plain = make_request(prompt, max_tokens=GENERATED, logprobs=3)
     zero = make_request(
-        PROMPT, max_tokens=GENERATED, logprobs=3, steering=[make_vector(make_values(1, HIDDEN), (1,), scale=0.0)]
+        prompt, max_tokens=GENERATED, logprobs=3, steering=[make_vector(make_values(1, HIDDEN), (1,), scale=0.0)]
     )
     plain_deltas, zero_deltas = roomy.answer(plain)[0], roomy.answer(zero)[0]
     assert [delta.logprobs for delta in plain_deltas] == [delta.logprobs for delta in zero_deltas]
