@@ -5,6 +5,7 @@ the count that the worker left in Redis, once the worker must have noticed too.
 """
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ async def hold_for(work: CompletionWork, *, payer: Payer, holder: str) -> Hold:
 async def end_hold(hold: Hold, *, count: Count | None, bus: Bus) -> None:
     """Charge what was counted, or release the Hold where that is nothing; tried until the database does it."""
     tokens = sum(count or ())
-    for attempt in range(2**31):
+    for attempt in itertools.count():
         try:
             end = await (settle_hold_async(hold=hold, tokens=tokens) if tokens else release_hold_async(hold=hold))
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:

@@ -5,6 +5,7 @@ refused before a worker had it; from then on whatever came of it is its answer, 
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -134,7 +135,7 @@ async def _wait_for_answer(asked: IdempotentRequest) -> RecordedAnswer | None:
 
 async def _surely(step: Callable[[], Awaitable[None]]) -> None:
     """Run `step`, again and again while the database is away: a key must not stay in progress."""
-    for attempt in range(2**31):
+    for attempt in itertools.count():
         try:
             await step()
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:

@@ -1,5 +1,6 @@
 """A Valkey of one's own that tests may kill and start again on its port, with what its append-only file kept."""
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -42,6 +43,10 @@ class Broker:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def lose_data(self) -> None:
+        """Delete all that it kept; it must not run."""
+        shutil.rmtree(self.folder / "appendonlydir")
 
     def client(self) -> redis.Redis:
         """Return a client of it."""

@@ -138,8 +138,10 @@ async def test_a_broker_that_lost_its_data_loses_no_money(fragile: Stack, broker
         streaming = asyncio.create_task(read_stream(client, SOME, started))
         whole = asyncio.create_task(client.post("completions", json=SOME, headers={"Idempotency-Key": "lost"}))
         await started.wait()
-        with broker.client() as redis:
-            redis.flushall()
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(broker.kill)
+        broker.lose_data()
+        await asyncio.to_thread(broker.start)
         # What runs goes on, and a sweep takes nobody for dead.
         assert sweep(fragile, missing_for=10) == [[0, 0, 0, 0]] * 2
         assert (await streaming)[-1] == "data: [DONE]"
