@@ -29,6 +29,13 @@ _UNREADABLE_CONTENT_TYPE = b"application/x-unreadable"
 class Handler(ASGIHandler):
     """`ASGIHandler`, whose requests below /v1 run in the event loop from end to end."""
 
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection of ASGI; the API's need no thread of the request's own, nor the context that keeps it."""
+        if scope["type"] == "http" and is_api_path(scope["path"]):
+            await self.handle(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
     async def handle(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request; a client that goes away cancels the view."""
         make_readable(scope)
