@@ -18,6 +18,8 @@ from pathlib import Path
 
 import django
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.supervisor import Supervisor
@@ -100,17 +102,22 @@ def harvest_stack(api: Stack) -> Stack:
     return api
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together what shares the stack, what shares the engines of one process, and else each file."""
-    for item in items:
-        if _STACK_FIXTURES & set(getattr(item, "fixturenames", ())):
-            group = "stack"
-        elif "engine" in item.path.parent.parts:
-            group = "engine"
-        else:
-            group = item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+class _SharedEngines(LoadScopeScheduling):
+    """Tests that share an engine run in one process, others by their file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder = file.rpartition("/")[0]
+        if folder == "tests/inference/engine":
+            return folder
+        # What kills parts has a stack of its own.
+        has_the_stack = folder in ("tests", "tests/harvest", "tests/inference", "tests/jobs")
+        return "the stack" if has_the_stack and not file.endswith(("_faults.py", "test_style.py")) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Share the tests between the processes of pytest-xdist."""
+    return _SharedEngines(config, log)
 
 
 def pytest_unconfigure() -> None:
