@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +24,6 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
-
-_PARENT_POLL_SECONDS = 0.5
 
 
 class ResidualStreamWorker(PlatformWorker):
@@ -126,11 +123,13 @@ def _end_with_parent() -> None:
     """
     if not multiprocessing.current_process().name.startswith("EngineCore"):
         return
-    parent = os.getppid()
+    # Not the parent of the kernel's: that is the fork server, which lives as long as any process it forked.
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_SECONDS)
+        parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -259,6 +259,9 @@ async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile
         money = money_of(fragile, user)
         assert (len(money.charged), money.released) == (3, [])
         assert all(3 < charged < PART_HOLD for charged in money.charged)
+        # The worker alone was killed; what it started has to notice by itself.
+        await asyncio.to_thread(psutil.wait_procs, [engine], timeout=10)
+        assert not engine.is_running()
         fragile.kill("inference")
         assert code_of(await client.post("completions", json=SHORT))[0] == 503
         await asyncio.to_thread(fragile.start, "inference")
