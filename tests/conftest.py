@@ -111,7 +111,7 @@ class _SharedEngines(LoadScopeScheduling):
         if folder == "tests/inference/engine":
             return folder
         # What kills parts has a stack of its own.
-        has_the_stack = folder in ("tests", "tests/harvest", "tests/inference", "tests/jobs")
+        has_the_stack = folder in ("tests", "tests/acsinfra/client", "tests/harvest", "tests/inference", "tests/jobs")
         return "the stack" if has_the_stack and not file.endswith(("_faults.py", "test_style.py")) else file
 
 
