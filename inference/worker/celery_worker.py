@@ -12,6 +12,7 @@ from acsinfra.celery import app
 from inference.bus import keys
 from inference.bus.envelope import TASK
 from inference.worker.background import kinds_of_background
+from inference.worker.celery_transport import reserve_in_memory
 from inference.worker.process import InferenceWorker
 from inference.worker.registry import Registration
 
@@ -47,6 +48,7 @@ def run_celery_worker(worker: InferenceWorker, registration: Registration) -> No
     # Reconnect for ever, with the full prefetch: a broker that was away must not leave a slower worker behind.
     app.conf.broker_connection_max_retries = None
     app.conf.worker_enable_prefetch_count_reduction = False
+    reserve_in_memory()
     model = worker.model.name
     celery_worker = app.Worker(
         hostname=f"{registration.worker}@{registration.engine.host}",
