@@ -64,8 +64,8 @@ class _Run:
 
     @property
     def tokens(self) -> int | None:
-        """The prompts' tokens and those generated until now; None before the engine has the request."""
-        return None if self.builder is None else self.builder.usage.total_tokens
+        """Those that went through the model and those it made; None before the engine has the request."""
+        return None if self.builder is None else sum(self.builder.counted)
 
     @property
     def count(self) -> Count:

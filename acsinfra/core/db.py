@@ -16,7 +16,7 @@ from typing import Any, LiteralString
 from weakref import WeakKeyDictionary
 
 import psycopg
-from django.db import connections
+from django.db import InterfaceError, OperationalError, connections
 from psycopg import AsyncConnection
 from psycopg.abc import Params
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
@@ -143,10 +143,20 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
     def run() -> R:
         try:
             return context.run(step, *args, **kwargs)
+        except (OperationalError, InterfaceError):
+            drop_dead_connections()
+            raise
         finally:
             connections.close_all()
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), run)
+
+
+def drop_dead_connections() -> None:
+    """Have the ORM's pool give none of the connections that a restart of the database left dead."""
+    pool = getattr(connections["default"], "pool", None)
+    if pool is not None:
+        pool.check()
 
 
 @functools.cache

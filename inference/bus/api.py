@@ -5,6 +5,7 @@ first request, so that an API process starts without Redis too, and belongs to t
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -36,14 +37,16 @@ COUNT_PATIENCE_SECONDS = 60.0
 # Prompt tokens and completion tokens, as an engine counted them.
 type Count = tuple[int, int]
 
-# The reply stream is there before the first message goes out, and comes back if Redis has lost it.
+# The reply stream is there before the first message goes out, and comes back if Redis has lost it. Returns which
+# generation of Redis's data this is.
 RENEW = """
 if redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
   redis.call('XADD', KEYS[1], '*', 'hello', '')
   redis.call('PEXPIRE', KEYS[1], ARGV[1])
 end
 redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
-return 1
+redis.call('SET', KEYS[3], ARGV[3], 'NX')
+return redis.call('GET', KEYS[3])
 """
 
 
@@ -74,10 +77,12 @@ class Bus:
         self._watch = asyncio.create_task(self._watch_over(), name="bus-watch")
         self._detached: set[asyncio.Task[Any]] = set()
         self.is_closing = False
+        self._generation: object = None
+        self._emptied_at = -math.inf
 
     async def ready(self) -> None:
         """Return once this process can be answered; raises BrokerAway."""
-        await self._courier.ask(*self._renewal())
+        await self._renew()
 
     @property
     def waiting(self) -> int:
@@ -167,7 +172,15 @@ class Bus:
 
     def _renewal(self) -> tuple[str | int, ...]:
         forget_ms = [int(span.total_seconds() * 1000) for span in (REPLIES_FOR, ALIVE_FOR)]
-        return ("EVAL", RENEW, 2, keys.replies(self.process), keys.alive(self.process), *forget_ms)
+        names = (keys.replies(self.process), keys.alive(self.process), keys.GENERATION)
+        return ("EVAL", RENEW, len(names), *names, *forget_ms, uuid.uuid4().hex)
+
+    async def _renew(self) -> None:
+        generation = await self._courier.ask(*self._renewal())
+        if self._generation not in (None, generation):
+            logger.warning("redis lost its data")
+            self._emptied_at = time.monotonic()
+        self._generation = generation
 
     async def _watch_over(self) -> None:
         renewed_at = 0.0
@@ -175,7 +188,7 @@ class Bus:
             await asyncio.sleep(WATCH_EVERY_SECONDS)
             try:
                 if time.monotonic() - renewed_at >= RENEW_EVERY.total_seconds():
-                    await self._courier.ask(*self._renewal())
+                    await self._renew()
                     renewed_at = time.monotonic()
                 await self.places.look_again()
                 await self._fail_what_died()
@@ -190,11 +203,15 @@ class Bus:
         workers = {inbox.worker for inbox in self._inboxes.values() if inbox.worker is not None}
         if not workers:
             return
-        # A Redis that came back empty knows a worker again with its next heartbeat only.
-        connected_at = max(self._courier.connected_at, self._reader.connected_at)
-        if time.monotonic() - connected_at < 2 * settings.HEARTBEAT.total_seconds():
+        silent = {worker for worker in workers if await self._courier.ask("EXISTS", keys.worker(worker)) == 0}
+        if not silent:
             return
-        for worker in workers:
+        # A Redis that came back empty, or was emptied, knows a worker again with its next heartbeat only.
+        await self._renew()
+        emptied_at = max(self._courier.connected_at, self._reader.connected_at, self._emptied_at)
+        if time.monotonic() - emptied_at < 2 * settings.HEARTBEAT.total_seconds():
+            return
+        for worker in silent:
             if await self._courier.ask("EXISTS", keys.worker(worker)) == 0:
                 logger.error("An inference worker went silent.", worker=worker)
                 self._fail(

@@ -21,6 +21,10 @@ def worker(worker: str) -> str:
     return f"acs:worker:{worker}"
 
 
+# Whatever was drawn when Redis was empty. Another value means that Redis has lost all it had.
+GENERATION = "acs:generation"
+
+
 def control(model: str) -> str:
     """The stream of cancels and credits that every inference worker of a model reads."""
     return f"acs:control:{model}"

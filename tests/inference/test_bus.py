@@ -321,6 +321,25 @@ async def test_requests_of_a_worker_that_went_silent_end(
             await living.next()
 
 
+async def test_a_redis_that_lost_its_data_while_connected_is_no_worker_that_died(
+    broker: Broker, bus: Bus, courier: Courier, settings: Any
+) -> None:
+    settings.HEARTBEAT = timedelta(seconds=1.5)
+    await courier.ask("SET", keys.worker("w-lives"), "1")
+    inbox = await bus.send(work("req_flushed"))
+    outboxes(courier, worker="w-lives").put(bus.process, Chunk(inbox.request_id, b"first"))
+    assert isinstance(await inbox.next(), Chunk)
+    bus._courier.connected_at = bus._reader.connected_at = time.monotonic() - 60
+    with broker.client() as client:
+        client.flushall()
+    await asyncio.sleep(2.5)
+    assert inbox.next_nowait() is None
+    await courier.ask("SET", keys.worker("w-lives"), "1")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            await inbox.next()
+
+
 async def test_requests_that_nobody_takes_end_when_no_engine_is_left(broker: Broker) -> None:
     served = True
 

@@ -1,13 +1,14 @@
 """Steps on PostgreSQL take a connection and give it back; a database that is away shows within seconds."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import psycopg
 import pytest
+from django.db import OperationalError, connections
 from django.db import connection as orm_connection
-from django.db import connections
 
 from accounts.models import User
 from acsinfra.core import db
@@ -123,3 +124,26 @@ async def test_a_database_step_gives_its_connection_back(pool: db.Pool) -> None:
 async def test_a_database_step_raises_what_the_step_raises(pool: db.Pool) -> None:
     with pytest.raises(User.DoesNotExist):
         await db.database_step(User.objects.get, pk=-1)
+
+
+async def test_a_restart_of_the_database_costs_the_orm_s_steps_one_error_at_most(pool: db.Pool) -> None:
+    """The connections that it left dead in the pool cost one error together, not one each."""
+    together = threading.Barrier(4)
+
+    def backend() -> int:
+        with orm_connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            pid: int = cursor.fetchone()[0]
+        together.wait(10)
+        return pid
+
+    pids = await asyncio.gather(*(db.database_step(backend) for _ in range(4)))
+    assert len(set(pids)) == 4
+    await db.fetch_one("SELECT count(pg_terminate_backend(pid)) FROM unnest(%s::int[]) AS pid", [pids])
+    errors = 0
+    for _ in range(6):
+        try:
+            await db.database_step(User.objects.count)
+        except OperationalError:
+            errors += 1
+    assert errors == 1
