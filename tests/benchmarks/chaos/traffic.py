@@ -173,9 +173,16 @@ class Researcher:
             response = await client.request(method, path, **options)
         except httpx.TransportError as error:
             self._seen.answers[f"{name}: {_reason(error)}"] += 1
+            await self._wait_a_little()
             return None
         self._note(name, response)
+        if response.status_code >= 500:
+            await self._wait_a_little()
         return response
+
+    async def _wait_a_little(self) -> None:
+        """Be no client that asks a part that is down a hundred times a second."""
+        await asyncio.sleep(self._chance.uniform(0.1, 0.8))
 
     async def _stream(self, question: Question) -> None:
         client = self._chance.choice(self._clients)
@@ -186,6 +193,7 @@ class Researcher:
                 if response.status_code != 200:
                     await response.aread()
                     self._note("stream", response)
+                    await self._wait_a_little()
                     return
                 is_whole = False
                 async for line in response.aiter_lines():
@@ -198,6 +206,7 @@ class Researcher:
                         text += "".join(choice["text"] for choice in chunk.get("choices", ()))
         except httpx.TransportError as error:
             self._seen.answers[f"stream: {_reason(error)}"] += 1
+            await self._wait_a_little()
             return
         self._seen.answers[f"stream: 200 {fault or ('' if is_whole else 'cut short')}".strip()] += 1
         if is_whole:
