@@ -60,6 +60,14 @@ os.environ.update(
 django.setup()
 
 _running_stack: list[Stack] = []
+_FOLDERS_WITH_THE_STACK = {
+    "tests",
+    "tests/acsinfra/client",
+    "tests/browser",
+    "tests/harvest",
+    "tests/inference",
+    "tests/jobs",
+}
 _STACK_FIXTURES = {"stack", "api", "inference_stack", "harvest_stack"}
 
 
@@ -111,7 +119,7 @@ class _SharedEngines(LoadScopeScheduling):
         if folder == "tests/inference/engine":
             return folder
         # What kills parts has a stack of its own.
-        has_the_stack = folder in ("tests", "tests/acsinfra/client", "tests/harvest", "tests/inference", "tests/jobs")
+        has_the_stack = folder in _FOLDERS_WITH_THE_STACK
         return "the stack" if has_the_stack and not file.endswith(("_faults.py", "test_style.py")) else file
 
 

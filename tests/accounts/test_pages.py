@@ -39,7 +39,7 @@ def test_pages_have_a_strict_content_security_policy_and_nothing_inline(server: 
         pages = [client.get("/app/sign-in"), client.get("/app/none")]
         sign_in(client, user.username)
         pages.append(client.get("/app"))
-        style = client.get("/static/accounts/app.css")
+        style = client.get("/static/acsinfra/app.css")
     assert [page.status_code for page in pages] == [200, 404, 200]
     for page in pages:
         assert page.headers["Content-Security-Policy"] == CSP
