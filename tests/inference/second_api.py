@@ -1,11 +1,11 @@
-"""A further API process beside a stack's own, with an environment of its own."""
+"""Further API processes beside a stack's own, with an environment of their own."""
 
 import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,25 +19,40 @@ from tests.stack import START_SECONDS, Stack
 @contextmanager
 def second_api(stack: Stack, log: Path, **env: str) -> Iterator[httpx.URL]:
     """Run it, and give its base URL for requests; `env` is added to the stack's."""
-    port = free_port()
+    with further_apis(stack, [log], **env) as (url,):
+        yield url
+
+
+@contextmanager
+def further_apis(stack: Stack, logs: Sequence[Path], **env: str) -> Iterator[list[httpx.URL]]:
+    """Run one for each of `logs`, and give their base URLs for requests; `env` is added to the stack's."""
+    ports = [free_port() for _ in logs]
+    processes = [_spawn(stack.env | env, port, log) for port, log in zip(ports, logs, strict=True)]
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        for port, log, process in zip(ports, logs, processes, strict=True):
+            while not _answers(port):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+        yield [httpx.URL(f"http://127.0.0.1:{port}/v1/") for port in ports]
+    finally:
+        for process in processes:
+            process.terminate()
+        try:
+            for process, log in zip(processes, logs, strict=True):
+                # uvicorn shuts down in order and then ends by the signal itself
+                assert process.wait(timeout=30) in {0, -signal.SIGTERM}, log.read_text()
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _spawn(env: dict[str, str], port: int, log: Path) -> "subprocess.Popen[bytes]":
     options = ["--host", "127.0.0.1", "--port", str(port), "--loop", "uvloop", "--http", "httptools"]
     command = [sys.executable, "-m", "uvicorn", "acsinfra.asgi:application", *options, "--no-access-log"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=PROJECT, env=stack.env | env, stdout=output, stderr=output)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _answers(port):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield httpx.URL(f"http://127.0.0.1:{port}/v1/")
-    finally:
-        process.terminate()
-        try:
-            # uvicorn shuts down in order and then ends by the signal itself
-            assert process.wait(timeout=30) in {0, -signal.SIGTERM}, log.read_text()
-        finally:
-            process.kill()
+        return subprocess.Popen(command, cwd=PROJECT, env=env, stdout=output, stderr=output)
 
 
 def _answers(port: int) -> bool:

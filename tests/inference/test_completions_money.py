@@ -1,6 +1,7 @@
 """Completions hold from their arrival to their end, and are charged once what their engine counted."""
 
 import asyncio
+import contextlib
 import json
 import re
 import urllib.parse
@@ -13,7 +14,7 @@ import pytest
 
 from tests import conftest
 from tests.inference.money import Money, money_of, set_limits
-from tests.inference.second_api import second_api
+from tests.inference.second_api import further_apis, second_api
 from tests.inference.test_completions_way import LONG, SHORT, engine_process, until_working
 from tests.stack import Stack, StackUser
 
@@ -175,17 +176,19 @@ def test_what_does_not_fit_is_refused_and_says_what_is_left_until_when(
     assert money_of(inference_stack, user) == Money([], [], [7, 13], [])
 
 
-async def test_64_requests_to_two_api_processes_with_room_for_10_are_10(
+async def test_64_requests_to_four_api_processes_with_room_for_10_are_10(
     inference_stack: Stack, user: StackUser, tmp_path: Path
 ) -> None:
     set_limits(inference_stack, user, tokens=76)
-    with second_api(inference_stack, tmp_path / "api.log") as url:
+    logs = [tmp_path / f"api-{number}.log" for number in range(3)]
+    with further_apis(inference_stack, logs) as further:
         limits = httpx.Limits(max_connections=64)
-        async with (
-            inference_stack.async_client(user, limits=limits) as one,
-            inference_stack.async_client(user, limits=limits, base_url=url) as two,
-        ):
-            asking = [client.post("completions", json=FOUR) for _ in range(32) for client in (one, two)]
+        async with contextlib.AsyncExitStack() as open_clients:
+            clients = [
+                await open_clients.enter_async_context(inference_stack.async_client(user, limits=limits, base_url=url))
+                for url in (f"{inference_stack.base_url}/v1/", *further)
+            ]
+            asking = [client.post("completions", json=FOUR) for _ in range(16) for client in clients]
             answers = await asyncio.gather(*asking)
     outcomes = [answer.status_code if answer.status_code == 200 else refusal_of(answer) for answer in answers]
     assert outcomes.count((429, "budget_exceeded")) == 54
