@@ -108,8 +108,13 @@ QUICK = Plan(
 )
 
 
-def measure(*, plan: Plan, source: str | None, dtype: str, max_num_seqs: int) -> dict[str, Any]:
-    """Start everything, measure, end everything; returns the object above. Raises BenchFailed and ChildFailed."""
+def measure(
+    *, plan: Plan, source: str | None, dtype: str, max_num_seqs: int, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Start everything, measure, end everything; returns the object above, or `only` these keys of it.
+
+    Raises BenchFailed and ChildFailed.
+    """
     steps = Steps()
     load_before = round(os.getloadavg()[0], 2)
     try:
@@ -117,7 +122,7 @@ def measure(*, plan: Plan, source: str | None, dtype: str, max_num_seqs: int) ->
             parts = Parts(source=source, dtype=dtype, max_num_seqs=max_num_seqs)
         try:
             bench = ApiBench(parts, plan)
-            figures = {name: bench.run(steps, name) for name in MEASURES}
+            figures = {name: bench.run(steps, name) for name in MEASURES if name in (only or MEASURES)}
         finally:
             parts.close()
     finally:

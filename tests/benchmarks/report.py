@@ -30,14 +30,18 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def rows_of(figures: dict[str, Any]) -> Iterator[Row]:
-    """The rows, from top to bottom."""
-    yield from _latency(figures["one_token"])
-    for level in figures["levels"]:
+    """The rows of what was measured, from top to bottom."""
+    if "one_token" in figures:
+        yield from _latency(figures["one_token"])
+    for level in figures.get("levels", ()):
         yield from _level(level)
-    yield from _completions(figures["completions"])
-    yield _waiting(figures["waiting"])
-    yield from _jobs(figures["jobs"])
-    for of_round in figures["holds"]["rounds"]:
+    if "completions" in figures:
+        yield from _completions(figures["completions"])
+    if "waiting" in figures:
+        yield _waiting(figures["waiting"])
+    if "jobs" in figures:
+        yield from _jobs(figures["jobs"])
+    for of_round in figures.get("holds", {"rounds": ()})["rounds"]:
         where = f"{of_round['at_once']} at once, {of_round['budgets']} Budgets, {of_round['via']}"
         yield Row(f"Holds taken and settled, {where}", f"{of_round['holds_per_s']:.0f} a second")
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.benchmarks.api import FULL, QUICK
+from acsinfra.management.commands.bench import API_FIGURES
+from tests.benchmarks.api import FULL, MEASURES, QUICK
 from tests.benchmarks.figures import Outcome, median_ratio, quantiles, steady
 from tests.benchmarks.report import rows_of, table
 
@@ -116,3 +117,7 @@ def test_the_table_holds_each_figure_against_its_goal() -> None:
     assert len(lines) == 1 + len(list(rows_of(FIGURES)))
     assert sum(line.endswith("MISSED") for line in lines) == 2
     assert sum(line.endswith(" met") for line in lines) == 4
+
+
+def test_the_command_knows_every_figure() -> None:
+    assert tuple(MEASURES) == API_FIGURES

@@ -12,6 +12,8 @@ from acsinfra.quickstart.home import StartRefused, check_engine_library
 from acsinfra.quickstart.start import Stopped, signals_stop
 from acsinfra.quickstart.supervisor import ChildFailed
 
+API_FIGURES = ("one_token", "levels", "completions", "waiting", "jobs", "holds")
+
 
 class Command(BaseCommand):
     """Benchmarks are commands, not tests: they print figures and assert nothing of them."""
@@ -25,7 +27,8 @@ class Command(BaseCommand):
         api = what.add_parser(
             "api", help="Completions and Jobs through an API of its own, beside the same engine driven directly"
         )
-        api.add_argument("--quick", action="store_true", help="fewer repetitions: under two minutes")
+        api.add_argument("--quick", action="store_true", help="fewer repetitions, fewer rows")
+        api.add_argument("--only", nargs="+", choices=API_FIGURES, default=(), help="measure these alone")
         api.add_argument("--source", help="the checkpoint, as addmodel takes it (default: a tiny random model)")
         api.add_argument("--dtype", default="auto", help="of --source (default %(default)s)")
         api.add_argument("--max-num-seqs", type=int, default=64, help="of both engines (default %(default)s)")
@@ -61,6 +64,7 @@ def _api(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
                 source=options["source"],
                 dtype=options["dtype"],
                 max_num_seqs=options["max_num_seqs"],
+                only=options["only"],
             )
         except (BenchFailed, ChildFailed, StartRefused, AssertionError) as error:
             raise CommandError(str(error)) from error
