@@ -11,8 +11,10 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -126,6 +128,12 @@ class _SharedEngines(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Share the tests between the processes of pytest-xdist."""
     return _SharedEngines(config, log)
+
+
+def pytest_configure() -> None:
+    """Let SIGTERM end a run as Ctrl-C does: fixtures end what they started."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

@@ -23,6 +23,11 @@ GENEROUS = {"requests_at_once": 512, "requests_queued": 4096, "requests_per_minu
     "harvests_unfinished": 100
 }
 
+PREPARE = """
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+call_command("addmodel", "tiny", *options)
+"""
 MAKE_USER = """
 from accounts.models import User
 from accounts.services import create_key, create_user
@@ -85,9 +90,8 @@ class Stack:
             "HF_HUB_OFFLINE": "1",
             "MONTHLY_TOKENS": "1000000000000",
         }
-        self.manage("migrate", "--verbosity", "0")
         usual = ("--source", str(tiny_model), "--dtype", "float32", "--max-num-seqs", "64")
-        self.manage("addmodel", "tiny", *(model_options or usual))
+        self.django(PREPARE, options=[*(model_options or usual)])
         self.user = self.new_user()
 
     # Talking to it
