@@ -162,7 +162,7 @@ REST_FRAMEWORK = {
     "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
     "DEFAULT_RENDERER_CLASSES": ["acsinfra.core.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["acsinfra.core.parsers.StrictJSONParser"],
-    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "DEFAULT_SCHEMA_CLASS": "acsinfra.core.schema.ApiSchema",
     "EXCEPTION_HANDLER": "acsinfra.core.errors.exception_handler",
     "UNAUTHENTICATED_USER": None,
 }
@@ -171,6 +171,8 @@ SPECTACULAR_SETTINGS = {
     "VERSION": "1",
     "OAS_VERSION": "3.1.0",
     "SERVE_INCLUDE_SCHEMA": False,
+    "ENUM_GENERATE_CHOICE_DESCRIPTION": False,
+    "POSTPROCESSING_HOOKS": ["acsinfra.core.schema_document.complete_document"],
 }
 
 # Celery: messages are hints or small envelopes, JSON only, no results

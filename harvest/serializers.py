@@ -26,7 +26,6 @@ from inference.tensors import TensorSerializer
 PROMPTS_AT_MOST: Final = 4_096
 CODE_POINTS_AT_MOST: Final = 8_000_000
 LAYERS: Final = StrictListField(child=StrictIntegerField(min_value=0), min_length=1, max_length=256)
-UUID_EXAMPLE: Final = "019a2f4c-1f0e-7c3a-9d55-3a1f0f3f6f10"
 
 
 class PromptsField(StrictListField):
@@ -108,41 +107,46 @@ class TimingsSerializer(serializers.Serializer[Any]):
 class HarvestResultSerializer(serializers.Serializer[Any]):
     """The files of a done job. Links need no API key and work 7 days; each answer makes new ones."""
 
-    n_shards = serializers.IntegerField()
-    layer_indices = serializers.ListField(child=serializers.IntegerField())
-    manifest_url = serializers.CharField()
-    shard_urls = serializers.ListField(child=serializers.CharField())
-    stats_url = serializers.CharField()
-    contents = serializers.ChoiceField(choices=HarvestJob.Contents.choices)
-    tokens = serializers.IntegerField()
-    bytes_written = serializers.IntegerField()
+    n_shards = serializers.IntegerField(help_text="Shard files.")
+    layer_indices = serializers.ListField(child=serializers.IntegerField(), help_text="Ascending.")
+    manifest_url = serializers.URLField(help_text="The index of all files, as JSON; written last.")
+    shard_urls = serializers.ListField(
+        child=serializers.URLField(), help_text="safetensors: `prompt_{i}` and `tokens_{i}` for each prompt i."
+    )
+    stats_url = serializers.URLField(help_text="safetensors: `mean`, `std`, `mean_token_norm` and `count`.")
+    contents = serializers.ChoiceField(choices=HarvestJob.Contents.choices, help_text="projections with project_onto.")
+    tokens = serializers.IntegerField(help_text="Tokens that the engine read.")
+    bytes_written = serializers.IntegerField(help_text="Bytes of all files.")
     timings = TimingsSerializer()
 
 
 class HarvestProgressSerializer(serializers.Serializer[Any]):
     """How far a running job is."""
 
-    prompts = serializers.IntegerField()
-    tokens = serializers.IntegerField()
-    bytes_written = serializers.IntegerField()
+    prompts = serializers.IntegerField(help_text="Prompts in finished shards.")
+    tokens = serializers.IntegerField(help_text="Their tokens.")
+    bytes_written = serializers.IntegerField(help_text="Bytes of the files so far.")
 
 
 class HarvestJobSerializer(serializers.Serializer[Any]):
     """A Harvest job, as every route answers it."""
 
-    job_id = serializers.UUIDField()
-    run_id = serializers.UUIDField()
-    status = serializers.ChoiceField(choices=HarvestJob.Status.choices)
-    model = serializers.CharField()
-    n_prompts = serializers.IntegerField()
+    job_id = serializers.UUIDField(help_text="A UUIDv7: later jobs sort later.")
+    run_id = serializers.UUIDField(help_text="Made at submit; the manifest names it.")
+    status = serializers.ChoiceField(
+        choices=HarvestJob.Status.choices,
+        help_text="pending while it waits for a runner, then running, then done, failed or cancelled.",
+    )
+    model = serializers.CharField(help_text="The Base model.")
+    n_prompts = serializers.IntegerField(help_text="How many prompts it has.")
     reserved_tokens = serializers.IntegerField(help_text="Each prompt's UTF-8 bytes and 1 more: held until it ends.")
     layers = serializers.ListField(child=serializers.IntegerField(), help_text="Ascending.")
     tokens = serializers.IntegerField(allow_null=True, help_text="What it was charged; null until it ends.")
-    created_at = serializers.CharField(help_text="Such as 2026-11-03T09:30:00.123+00:00.")
-    started_at = serializers.CharField(allow_null=True, help_text="When a runner first claimed it.")
-    completed_at = serializers.CharField(allow_null=True)
+    created_at = serializers.DateTimeField(help_text="Such as 2026-11-03T09:30:00.123+00:00.")
+    started_at = serializers.DateTimeField(allow_null=True, help_text="When a runner first claimed it.")
+    completed_at = serializers.DateTimeField(allow_null=True, help_text="When it ended.")
     result = HarvestResultSerializer(required=False, help_text="Of a done job whose files are kept.")
-    urls_expire_at = serializers.CharField(required=False, help_text="With result.")
+    urls_expire_at = serializers.DateTimeField(required=False, help_text="With result.")
     error = serializers.CharField(required=False, help_text="Of a failed job.")
     progress = HarvestProgressSerializer(required=False, help_text="While it runs.")
 
@@ -152,7 +156,7 @@ class HarvestJobListSerializer(serializers.Serializer[Any]):
 
     object = serializers.ChoiceField(choices=["list"])
     data = HarvestJobSerializer(many=True)  # type: ignore[assignment]  # DRF's own `data` is a property
-    has_more = serializers.BooleanField()
+    has_more = serializers.BooleanField(help_text="Whether older ones follow: ask with after.")
 
 
 def job_as_json(job: HarvestJob, *, base_url: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import uuid
 from typing import Any, cast
 
 from django.conf import settings
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -18,7 +17,6 @@ from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.fields import query_integer
 from acsinfra.core.file_links import base_url
 from acsinfra.core.idempotency import (
-    HEADER,
     IdempotentRequest,
     find_work_async,
     idempotent_request,
@@ -29,16 +27,18 @@ from budgets.spend import require_spending_async
 from harvest import selectors, services
 from harvest.models import HarvestJob
 from harvest.plans import plan_harvest
-from harvest.serializers import (
-    HarvestJobListSerializer,
-    HarvestJobSerializer,
-    HarvestRequestSerializer,
-    job_as_json,
+from harvest.schema import (
+    CANCEL_HARVEST,
+    CREATE_HARVEST,
+    DELETE_HARVEST,
+    GET_HARVEST,
+    LIST_HARVESTS,
+    WAIT_AT_MOST,
 )
+from harvest.serializers import HarvestRequestSerializer, job_as_json
 from harvest.waiting import wait_for_change
 from inference.selectors import catalogue
 
-WAIT_AT_MOST = 60
 DECLINED = {"X-Acs-Longpoll": "declined", "Retry-After": "3"}
 RUNNER_LOOK_SECONDS = 0.5
 
@@ -46,24 +46,14 @@ RUNNER_LOOK_SECONDS = 0.5
 class HarvestsView(ApiView):
     """Harvest jobs."""
 
-    @extend_schema(
-        operation_id="create_harvest",
-        request=HarvestRequestSerializer,
-        parameters=[
-            OpenApiParameter(
-                HEADER,
-                str,
-                OpenApiParameter.HEADER,
-                description="1 to 255 printable characters, kept for 24 hours: a retry with it does the work once.",
-            )
-        ],
-        responses={
-            202: OpenApiResponse(HarvestJobSerializer, description="The job, pending."),
-            200: OpenApiResponse(HarvestJobSerializer, description="The job that the Idempotency-Key made, as it is."),
-        },
-    )
+    @CREATE_HARVEST
     async def post(self, request: Request) -> Response:
-        """Queue a Harvest job: the residual stream of each token of up to 4,096 prompts, as files to download."""
+        """Create a Harvest job.
+
+        The residual stream at the chosen layers, for each token of up to 4,096 prompts, written as files that you
+        download by the links in its `result`. It holds `reserved_tokens` from now to its end and is charged the tokens
+        that the engine read. Only this route takes a body of up to 50 MiB.
+        """
         is_large = len(request._request.body) > PARSE_HERE_BYTES
         once = await in_thread_if(is_large, self._read_once, request)
         if once is not None and (job_id := await find_work_async(once)) is not None:
@@ -89,18 +79,12 @@ class HarvestsView(ApiView):
         user, _ = _caller(request)
         return idempotent_request(user_id=user.pk, key=key, route="POST /v1/harvest", body=self.json)
 
-    @extend_schema(
-        operation_id="list_harvests",
-        parameters=[
-            OpenApiParameter("limit", int, description="1 to 100.", default=20),
-            OpenApiParameter("after", uuid.UUID, description="The id of the last job of the page before."),
-            OpenApiParameter("status", str, enum=HarvestJob.Status.values),
-            OpenApiParameter("model", str),
-        ],
-        responses=HarvestJobListSerializer,
-    )
+    @LIST_HARVESTS
     async def get(self, request: Request) -> Response:
-        """List the User's Harvest jobs, newest first."""
+        """List Harvest jobs.
+
+        The User's, of all their keys, newest first.
+        """
         query = request._request.GET
         limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
         status = query.get("status")
@@ -121,15 +105,13 @@ class HarvestsView(ApiView):
 class HarvestView(ApiView):
     """One Harvest job."""
 
-    @extend_schema(
-        operation_id="get_harvest",
-        parameters=[
-            OpenApiParameter("wait", int, description="0 to 60: seconds to wait for the status to change.", default=0)
-        ],
-        responses=HarvestJobSerializer,
-    )
+    @GET_HARVEST
     async def get(self, request: Request, job_id: uuid.UUID) -> Response:
-        """Return the job; with `wait`, as soon as its status changes or the seconds are over."""
+        """Get a Harvest job.
+
+        With `wait`, as soon as its status changes or the seconds are over. A `done` job has its `result`, whose links
+        need no key and work for 7 days; each answer makes new ones.
+        """
         seconds = query_integer(request._request.GET, "wait", default=0, min_value=0, max_value=WAIT_AT_MOST)
         user, key = _caller(request)
         job = await database_step(selectors.harvest_of, user, job_id)
@@ -146,9 +128,12 @@ class HarvestView(ApiView):
         )
         return Response(await _answer(request, job_id), headers={} if has_waited else DECLINED)
 
-    @extend_schema(operation_id="delete_harvest", responses={200: HarvestJobSerializer})
+    @DELETE_HARVEST
     async def delete(self, request: Request, job_id: uuid.UUID) -> Response:
-        """Cancel the job, and answer it. One that has ended stays as it is."""
+        """Delete (cancel) a Harvest job.
+
+        The same as its cancel route: the answer is the job, and one that has ended stays as it is.
+        """
         return await _cancel(request, job_id)
 
 
@@ -157,9 +142,13 @@ class HarvestCancelView(ApiView):
 
     takes_json = False
 
-    @extend_schema(operation_id="cancel_harvest", request=None, responses=HarvestJobSerializer)
+    @CANCEL_HARVEST
     async def post(self, request: Request, job_id: uuid.UUID) -> Response:
-        """Cancel the job, and answer it. One that has ended stays as it is."""
+        """Cancel a Harvest job.
+
+        At once, pending or running, and answer the job. One that has ended stays as it is. It is charged its
+        `reserved_tokens` when its run had started, else nothing.
+        """
         return await _cancel(request, job_id)
 
 

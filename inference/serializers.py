@@ -29,6 +29,13 @@ from inference.steering import SteeringVectorSerializer
 
 MAX_TOKENS: Final = 32_000
 TOKEN_ID: Final = StrictIntegerField(min_value=0)
+# What OpenAPI says of a text that must not be empty.
+TEXT_SCHEMA: Final = {"type": "string", "minLength": 1, "pattern": r"^[^\u0000]*$"}
+TOKEN_IDS_SCHEMA: Final = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": INT64_MAX},
+    "minItems": 1,
+}
 LOGIT_BIAS_KEY: Final = re.compile(r"(0|[1-9][0-9]{0,9})")
 
 
@@ -51,14 +58,10 @@ class GivenPrompts:
 @extend_schema_field(
     {
         "oneOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            {
-                "type": "array",
-                "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                "minItems": 1,
-            },
+            TEXT_SCHEMA,
+            {"type": "array", "items": TEXT_SCHEMA, "minItems": 1},
+            TOKEN_IDS_SCHEMA,
+            {"type": "array", "items": TOKEN_IDS_SCHEMA, "minItems": 1},
         ]
     }
 )
@@ -124,8 +127,8 @@ def _are_token_id_lists(values: list[Any]) -> bool:
 @extend_schema_field(
     {
         "oneOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 4},
+            TEXT_SCHEMA,
+            {"type": "array", "items": TEXT_SCHEMA, "minItems": 1, "maxItems": 4},
         ]
     }
 )
@@ -145,6 +148,7 @@ class StopField(StrictField):
     {
         "type": "object",
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
         "maxProperties": 300,
     }
 )
@@ -192,10 +196,18 @@ class LayersField(StrictField):
         if type(value) is not list:
             raise FieldFault("must be true, false or a list of layers.")
         layers: list[int] = LAYERS.check(value)
-        if len(set(layers)) != len(layers):
-            at = next(at for at, layer in enumerate(layers) if layer in layers[:at])
-            raise FieldFault("is given twice.", param=str(at))
         return layers
+
+
+@extend_schema_field({"type": "integer", "minimum": -1, "maximum": INT64_MAX, "not": {"const": 0}})
+class TopKField(StrictIntegerField):
+    """-1, or 1 and up."""
+
+    def check(self, value: Any) -> int:
+        """An integer, not 0."""
+        if super().check(value) == 0:
+            raise FieldFault("must be -1, or 1 and up.")
+        return int(value)
 
 
 class StreamOptionsSerializer(StrictSerializer):
@@ -216,50 +228,88 @@ class CompletionRequestSerializer(StrictSerializer):
         help_text="Tokens to generate for each prompt and n. 0 only with echo. Left out, with one prompt and n 1: "
         "what fits the context, at most 32,000. prompts * n * max_tokens is at most 32,000.",
     )
-    n = StrictIntegerField(min_value=1, max_value=16, default=1)
+    n = StrictIntegerField(min_value=1, max_value=16, default=1, help_text="Texts for each prompt.")
     best_of = StrictIntegerField(required=False, help_text="null or equal to n.")
     temperature = StrictFloatField(min_value=0, max_value=100, default=1.0, help_text="0 is greedy.")
-    top_p = StrictFloatField(above=0, max_value=1, default=1.0)
-    top_k = StrictIntegerField(min_value=-1, default=-1, help_text="-1 for all, or 1 and up.")
-    min_p = StrictFloatField(min_value=0, max_value=1, default=0.0)
-    presence_penalty = StrictFloatField(min_value=-2, max_value=2, default=0.0)
-    frequency_penalty = StrictFloatField(min_value=-2, max_value=2, default=0.0)
-    repetition_penalty = StrictFloatField(above=0, max_value=2, default=1.0)
-    seed = StrictIntegerField(min_value=0, max_value=INT64_MAX, required=False)
-    stop = StopField(required=False)
-    logprobs = StrictIntegerField(min_value=0, max_value=MAX_LOGPROBS, required=False)
+    top_p = StrictFloatField(
+        above=0, max_value=1, default=1.0, help_text="Sample from the likeliest tokens of this probability in all."
+    )
+    top_k = TopKField(
+        min_value=-1, default=-1, help_text="Sample from so many of the likeliest: 1 and up, or -1 for all."
+    )
+    min_p = StrictFloatField(
+        min_value=0,
+        max_value=1,
+        default=0.0,
+        help_text="Drop tokens below this share of the likeliest one's probability.",
+    )
+    presence_penalty = StrictFloatField(
+        min_value=-2, max_value=2, default=0.0, help_text="Against tokens that were generated before."
+    )
+    frequency_penalty = StrictFloatField(
+        min_value=-2, max_value=2, default=0.0, help_text="The same, for each time that they were."
+    )
+    repetition_penalty = StrictFloatField(
+        above=0, max_value=2, default=1.0, help_text="Over 1 against repeating the prompt and the text, under 1 for it."
+    )
+    seed = StrictIntegerField(
+        min_value=0, max_value=INT64_MAX, required=False, help_text="The same seed and request give the same text."
+    )
+    stop = StopField(required=False, help_text="One stop string, or 1 to 4: the text ends before it.")
+    logprobs = StrictIntegerField(
+        min_value=0,
+        max_value=MAX_LOGPROBS,
+        required=False,
+        help_text="Logprobs of each token and so many alternatives.",
+    )
     prompt_logprobs = StrictIntegerField(
         min_value=-1, max_value=MAX_LOGPROBS, required=False, help_text="-1: the whole vocabulary. Not with stream."
     )
-    echo = StrictBooleanField(default=False, help_text="Put the prompt before its completion.")
-    stream = StrictBooleanField(default=False)
+    echo = StrictBooleanField(
+        default=False, help_text="Put the prompt before its completion; with logprobs its tokens have theirs too."
+    )
+    stream = StrictBooleanField(default=False, help_text="Answer as server-sent events, as the tokens come.")
     stream_options = StreamOptionsSerializer(required=False, help_text="Only with stream.")
     add_special_tokens = StrictBooleanField(default=True, help_text="Let the tokenizer add the start token to text.")
-    user = StrictCharField(max_length=256, required=False)
-    logit_bias = LogitBiasField(required=False)
+    user = StrictCharField(max_length=256, required=False, help_text="Kept with the request.")
+    logit_bias = LogitBiasField(required=False, help_text="What to add to the logits of up to 300 token ids.")
     min_tokens = StrictIntegerField(min_value=0, max_value=MAX_TOKENS, default=0, help_text="At most max_tokens.")
-    ignore_eos = StrictBooleanField(default=False)
-    stop_token_ids = StrictListField(child=TOKEN_ID, max_length=16, required=False)
-    include_stop_str_in_output = StrictBooleanField(default=False)
-    skip_special_tokens = StrictBooleanField(default=True)
-    allowed_token_ids = StrictListField(child=TOKEN_ID, min_length=1, max_length=1024, required=False)
-    logprob_token_ids = StrictListField(
-        child=TOKEN_ID, min_length=1, max_length=128, required=False, help_text="Needs logprobs."
+    ignore_eos = StrictBooleanField(default=False, help_text="Go on after the end token.")
+    stop_token_ids = StrictListField(
+        child=TOKEN_ID, max_length=16, required=False, help_text="Token ids that end the text."
     )
-    return_token_ids = StrictBooleanField(default=False)
+    include_stop_str_in_output = StrictBooleanField(default=False, help_text="Keep the stop string in the text.")
+    skip_special_tokens = StrictBooleanField(default=True, help_text="Leave special tokens out of the text.")
+    allowed_token_ids = StrictListField(
+        child=TOKEN_ID, min_length=1, max_length=1024, required=False, help_text="Sample only from these."
+    )
+    logprob_token_ids = StrictListField(
+        child=TOKEN_ID,
+        min_length=1,
+        max_length=128,
+        required=False,
+        help_text="Their logprobs are added at each generated position. Needs logprobs.",
+    )
+    return_token_ids = StrictBooleanField(
+        default=False, help_text="Give prompt_token_ids and token_ids in each choice."
+    )
     output_residual_stream = LayersField(
-        required=False, help_text="true for every layer, or 1 to 256 distinct layers. One prompt, n 1, no stream."
+        required=False,
+        help_text="true for every layer, or 1 to 256 distinct layers. One prompt, n 1, no stream. Layer k is the "
+        "residual stream after decoder block k; the last layer is before the final norm.",
     )
     apply_steering_vectors = StrictListField(
-        child=SteeringVectorSerializer(), min_length=1, max_length=8, required=False, help_text="One prompt, n 1."
+        child=SteeringVectorSerializer(),
+        min_length=1,
+        max_length=8,
+        required=False,
+        help_text="Added to the residual stream, in their order. One prompt, n 1.",
     )
 
     @classmethod
     def check_object(cls, checked: dict[str, Any]) -> dict[str, Any]:
         """The rules between fields that need no model."""
         _check_amounts(checked)
-        if checked["top_k"] == 0:
-            raise FieldFault("must be -1, or 1 and up.", param="top_k")
         if checked.get("logprob_token_ids") and checked.get("logprobs") is None:
             raise FieldFault("needs logprobs.", param="logprob_token_ids")
         _check_companions(checked)
@@ -305,26 +355,32 @@ def _check_companions(checked: dict[str, Any]) -> None:
 class CapabilitiesSerializer(serializers.Serializer[dict[str, Any]]):
     """What requests for a model may ask for; lengths in tokens."""
 
-    max_model_len = serializers.IntegerField()
-    n_layers = serializers.IntegerField()
-    hidden_size = serializers.IntegerField()
-    max_logprobs = serializers.IntegerField()
-    activations = serializers.BooleanField()
-    steering = serializers.BooleanField()
-    harvest = serializers.BooleanField()
-    max_activation_prompt_tokens = serializers.IntegerField()
-    full_vocab_max_prompt_tokens = serializers.IntegerField()
+    max_model_len = serializers.IntegerField(help_text="The context: prompt and generated tokens.")
+    n_layers = serializers.IntegerField(help_text="Layers are 0 to n_layers - 1.")
+    hidden_size = serializers.IntegerField(help_text="The width of the residual stream.")
+    max_logprobs = serializers.IntegerField(help_text="The most that logprobs may be.")
+    activations = serializers.BooleanField(help_text="Whether it takes output_residual_stream.")
+    steering = serializers.BooleanField(help_text="Whether it takes apply_steering_vectors.")
+    harvest = serializers.BooleanField(help_text="Whether it takes Harvest jobs.")
+    max_activation_prompt_tokens = serializers.IntegerField(
+        help_text="The longest prompt with every layer asked for; with fewer layers more, in proportion."
+    )
+    full_vocab_max_prompt_tokens = serializers.IntegerField(
+        help_text="Prompt tokens (times n) that prompt_logprobs -1 takes."
+    )
 
 
 class ModelSerializer(serializers.Serializer[dict[str, Any]]):
     """A Base model."""
 
-    id = serializers.CharField()
+    id = serializers.CharField(help_text="What requests call it.")
     object = serializers.ChoiceField(choices=["model"])
     created = serializers.IntegerField(help_text="Unix seconds.")
-    owned_by = serializers.CharField()
+    owned_by = serializers.CharField(help_text="Always acsinfra.")
     served_model_name = serializers.CharField(help_text="The checkpoint.")
-    status = serializers.ChoiceField(choices=["live", "starting", "unavailable"])
+    status = serializers.ChoiceField(
+        choices=["live", "starting", "unavailable"], help_text="Whether Inference is there for it."
+    )
     capabilities = CapabilitiesSerializer()
 
 
@@ -339,4 +395,4 @@ TOKEN_ID_LIST: Final = StrictListField(child=TOKEN_ID, min_length=1)
 STOP_STRING: Final = StrictCharField(min_length=1)
 STOP_STRINGS: Final = StrictListField(child=STOP_STRING, min_length=1, max_length=4)
 LOGIT_BIAS: Final = StrictFloatField(min_value=-100, max_value=100)
-LAYERS: Final = StrictListField(child=StrictIntegerField(min_value=0), min_length=1, max_length=256)
+LAYERS: Final = StrictListField(child=StrictIntegerField(min_value=0), min_length=1, max_length=256, distinct=True)

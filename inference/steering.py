@@ -30,13 +30,25 @@ class SteeringVectorSerializer(StrictSerializer):
     activations = TensorSerializer(
         help_text="Shape (layers, hidden), or (layers, positions, hidden) with position_indices."
     )
-    layer_indices = StrictListField(child=StrictIntegerField(min_value=0), min_length=1, max_length=256)
-    scale = StrictFloatField(min_value=-MAX_SCALE, max_value=MAX_SCALE, default=1.0)
+    layer_indices = StrictListField(
+        child=StrictIntegerField(min_value=0),
+        min_length=1,
+        max_length=256,
+        distinct=True,
+        help_text="The layers of the tensor's first axis.",
+    )
+    scale = StrictFloatField(
+        min_value=-MAX_SCALE, max_value=MAX_SCALE, default=1.0, help_text="What the tensor is multiplied by."
+    )
     norm_match = StrictBooleanField(
         default=False, help_text="Scale each vector to the norm of the unsteered stream there, before `scale`."
     )
     position_indices = StrictListField(
-        child=StrictIntegerField(min_value=0), min_length=1, required=False, help_text="Absolute, from 0, distinct."
+        child=StrictIntegerField(min_value=0),
+        min_length=1,
+        distinct=True,
+        required=False,
+        help_text="Absolute, from 0, one for each position of a tensor of 3 axes.",
     )
     position_spans = StrictListField(
         child=StrictListField(child=StrictIntegerField(min_value=0), min_length=2, max_length=2),
@@ -52,7 +64,6 @@ class SteeringVectorSerializer(StrictSerializer):
         indices, spans = checked.get("position_indices"), checked.get("position_spans")
         if len(shape) == 1:
             raise FieldFault("must be (layers, hidden) or (layers, positions, hidden).", param="activations.shape")
-        _refuse_repeats(layers, "layer_indices")
         if shape[0] != len(layers):
             message = f"has {shape[0]:,} layers, and layer_indices has {len(layers)}."
             raise FieldFault(message, param="activations.shape")
@@ -68,7 +79,6 @@ class SteeringVectorSerializer(StrictSerializer):
             if len(indices) != shape[1]:
                 message = f"has {shape[1]:,} positions, and position_indices has {len(indices):,}."
                 raise FieldFault(message, param="activations.shape")
-            _refuse_repeats(indices, "position_indices")
         if spans is not None:
             _check_spans(spans)
         return checked
@@ -146,16 +156,6 @@ def _decode_vector(vector: dict[str, Any]) -> SteeringVector:
 def _refuse_zero_vectors(tensor: Tensor) -> None:
     if tensor.has_zero_vector():
         raise FieldFault("holds a zero vector, which norm_match can't scale.", param="activations.data")
-
-
-def _refuse_repeats(values: list[int], param: str) -> None:
-    if len(set(values)) == len(values):
-        return
-    seen: set[int] = set()
-    for at, value in enumerate(values):
-        if value in seen:
-            raise FieldFault("is given twice.", param=f"{param}.{at}")
-        seen.add(value)
 
 
 def _check_spans(spans: list[list[int]]) -> None:

@@ -39,7 +39,9 @@ class TensorSerializer(StrictSerializer):
     original_dtype = StrictChoiceField(
         choices=list(ORIGINAL_DTYPES.values()), required=False, help_text="torch.bfloat16 with int16."
     )
-    shape = StrictListField(child=StrictIntegerField(min_value=1), min_length=1, max_length=3)
+    shape = StrictListField(
+        child=StrictIntegerField(min_value=1), min_length=1, max_length=3, help_text="The length of each axis."
+    )
     compression = StrictChoiceField(choices=["zstd", "none"], required=False, help_text="null is none.")
 
     @classmethod

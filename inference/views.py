@@ -4,8 +4,6 @@ from functools import partial
 from typing import cast
 
 from django.http.response import HttpResponseBase
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -21,16 +19,19 @@ from inference.charges import Payer
 from inference.completions import prepare_completion
 from inference.idempotent import ROUTE, answer_once, kept_answer
 from inference.responses import Exchange, answer_stream, answer_whole
+from inference.schema import CREATE_COMPLETION, GET_MODEL, LIST_MODELS
 from inference.selectors import catalogue, require_inference
-from inference.serializers import CompletionRequestSerializer, ModelListSerializer, ModelSerializer
 
 
 class ModelsView(ApiView):
     """The Base models."""
 
-    @extend_schema(operation_id="list_models", responses=ModelListSerializer)
+    @LIST_MODELS
     async def get(self, request: Request) -> Response:
-        """List the Base models, with what requests may ask of each and whether Inference is there for it."""
+        """List the Base models.
+
+        With what requests may ask of each, and whether Inference is there for it.
+        """
         models = (await catalogue()).models
         return Response({"object": "list", "data": [model.as_json() for model in models.values()]})
 
@@ -38,9 +39,12 @@ class ModelsView(ApiView):
 class ModelView(ApiView):
     """One Base model."""
 
-    @extend_schema(operation_id="get_model", responses=ModelSerializer)
+    @GET_MODEL
     async def get(self, request: Request, model_id: str) -> Response:
-        """Return the Base model that requests call `model_id`."""
+        """Get a Base model.
+
+        `model_id` is the name that requests use. A model that an operator switched off is not there.
+        """
         try:
             model = (await catalogue()).get(model_id)
         except ApiError as error:
@@ -52,26 +56,16 @@ class ModelView(ApiView):
 class CompletionsView(ApiView):
     """Completions: OpenAI's shape with vLLM's extras."""
 
-    @extend_schema(
-        operation_id="create_completion",
-        parameters=[
-            OpenApiParameter(
-                HEADER,
-                str,
-                OpenApiParameter.HEADER,
-                description="1 to 255 printable characters. Not with `stream`. A retry with the same key gets the "
-                "answer of the first request, which runs to its end also when its client goes away.",
-            )
-        ],
-        request=CompletionRequestSerializer,
-        responses={(200, "application/json"): OpenApiTypes.OBJECT, (200, "text/event-stream"): OpenApiTypes.STR},
-    )
+    @CREATE_COMPLETION
     async def post(self, request: Request) -> HttpResponseBase:
-        """Complete the prompts, and answer when all is there or, with `stream`, as it comes.
+        """Create a Completion.
 
-        The checks in the API's order; ApiView has done the key, the rate, the size and the JSON, and `Exchange.begin`
-        does the capacity's and the Budget's.
+        Completes the prompts, and answers when all is there or, with `stream`, as it comes. OpenAI's Completions with
+        vLLM's extras, the residual stream (`output_residual_stream`) and steering (`apply_steering_vectors`). It holds
+        the prompts' tokens plus prompts × n × max_tokens while it runs, and is charged what the engine counted.
         """
+        # The checks in the API's order: ApiView has done the key, the rate, the size and the JSON, and
+        # `Exchange.begin` does the capacity's and the Budget's.
         asked = await self._asked_once(request)
         if asked is not None and (kept := await kept_answer(asked)) is not None:
             return kept

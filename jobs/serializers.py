@@ -10,8 +10,6 @@ from acsinfra.core.times import iso_utc_ms
 from inference.serializers import CompletionRequestSerializer
 from jobs.models import CompletionJob
 
-UUID_EXAMPLE = "01a19d8b-2892-7afa-8b51-35c9fc2f5572"
-
 
 class CompletionJobRequestSerializer(CompletionRequestSerializer):
     """A body of `POST /v1/completions`, without `stream` or with `"stream": false`."""
@@ -20,22 +18,22 @@ class CompletionJobRequestSerializer(CompletionRequestSerializer):
 class CompletionJobSerializer(serializers.Serializer[Any]):
     """A Job, as every route answers it."""
 
-    id = serializers.UUIDField()
+    id = serializers.UUIDField(help_text="A UUIDv7: later Jobs sort later.")
     request_id = serializers.CharField(help_text="The id to send when you report a problem with this Job.")
-    model = serializers.CharField()
+    model = serializers.CharField(help_text="The Base model, as the request named it.")
     status = serializers.ChoiceField(
         choices=CompletionJob.Status.choices,
         help_text="queued and running until the Job ends. Then succeeded when its Completion answered 200, failed when "
         "it answered an error, or cancelled.",
     )
     cancel_requested = serializers.BooleanField(help_text="Whether the Job was cancelled.")
-    created_at = serializers.CharField(help_text="Such as 2026-11-02T18:35:05.226+00:00.")
-    started_at = serializers.CharField(allow_null=True, help_text="When it first started; null until then.")
-    finished_at = serializers.CharField(allow_null=True, help_text="When it ended; null until then.")
-    expires_at = serializers.CharField(
+    created_at = serializers.DateTimeField(help_text="Such as 2026-11-02T18:35:05.226+00:00.")
+    started_at = serializers.DateTimeField(allow_null=True, help_text="When it first started; null until then.")
+    finished_at = serializers.DateTimeField(allow_null=True, help_text="When it ended; null until then.")
+    expires_at = serializers.DateTimeField(
         allow_null=True, help_text="When its result expires, 30 days after it ended; null until then."
     )
-    result_expired = serializers.BooleanField()
+    result_expired = serializers.BooleanField(help_text="Whether its result is gone.")
     status_url = serializers.CharField(help_text="The path of this Job.")
     result_url = serializers.CharField(help_text="The path of its result.")
     usage_pending = serializers.BooleanField(help_text="Whether it holds tokens of the Budget: true while it runs.")
@@ -46,7 +44,7 @@ class CompletionJobListSerializer(serializers.Serializer[Any]):
 
     object = serializers.ChoiceField(choices=["list"])
     data = CompletionJobSerializer(many=True)  # type: ignore[assignment]  # DRF's own `data` is a property
-    has_more = serializers.BooleanField()
+    has_more = serializers.BooleanField(help_text="Whether older ones follow: ask with after.")
 
 
 def is_result_expired(job: CompletionJob) -> bool:

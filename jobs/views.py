@@ -5,8 +5,6 @@ import uuid
 from typing import Any, cast
 
 from django.http.response import HttpResponseBase
-from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -25,12 +23,8 @@ from jobs import selectors, services
 from jobs.cancelling import cancel
 from jobs.models import CompletionJob
 from jobs.results import answer_result
-from jobs.serializers import (
-    CompletionJobListSerializer,
-    CompletionJobRequestSerializer,
-    CompletionJobSerializer,
-    job_as_json,
-)
+from jobs.schema import CANCEL_JOB, CREATE_JOB, GET_JOB, GET_RESULT, LIST_JOBS
+from jobs.serializers import job_as_json
 from jobs.telling import tell_to_look
 
 ROUTE = "POST /v1/completion-jobs"
@@ -39,25 +33,14 @@ ROUTE = "POST /v1/completion-jobs"
 class JobsView(ApiView):
     """Completion Jobs."""
 
-    @extend_schema(
-        operation_id="create_completion_job",
-        parameters=[
-            OpenApiParameter(
-                "Idempotency-Key",
-                str,
-                OpenApiParameter.HEADER,
-                required=True,
-                description="1 to 255 printable characters. Sent again with the same request, the Job that it made.",
-            )
-        ],
-        request=CompletionJobRequestSerializer,
-        responses={
-            202: OpenApiResponse(CompletionJobSerializer, description="The Job, queued; `Location` is its path."),
-            200: OpenApiResponse(CompletionJobSerializer, description="The Job that this key made, as it is now."),
-        },
-    )
+    @CREATE_JOB
     async def post(self, request: Request) -> Response:
-        """Run one Completion on the server, to its end, also when your connection drops."""
+        """Create a Completion Job.
+
+        Runs one Completion on the server, to its end, also when your script stops or your connection drops, and keeps
+        its result for 30 days. The body is that of `POST /v1/completions`, without `stream`. The Hold is taken when
+        the Job runs.
+        """
         user, key = _caller(request)
         text = read_idempotency_key(request, required=True)
         assert text is not None
@@ -90,18 +73,12 @@ class JobsView(ApiView):
             tell_to_look(model.name)
         return Response(answer, status=202, headers={"Location": answer["status_url"]})
 
-    @extend_schema(
-        operation_id="list_completion_jobs",
-        parameters=[
-            OpenApiParameter("limit", int, description="1 to 100.", default=20),
-            OpenApiParameter("after", uuid.UUID, description="The id of the last Job of the page before."),
-            OpenApiParameter("status", str, enum=CompletionJob.Status.values),
-            OpenApiParameter("model", str),
-        ],
-        responses=CompletionJobListSerializer,
-    )
+    @LIST_JOBS
     async def get(self, request: Request) -> Response:
-        """List the User's Jobs, newest first."""
+        """List Completion Jobs.
+
+        The User's, of all their keys, newest first.
+        """
         query = request._request.GET
         limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
         status = query.get("status")
@@ -122,24 +99,25 @@ class JobsView(ApiView):
 class JobView(ApiView):
     """One Completion Job."""
 
-    @extend_schema(operation_id="get_completion_job", responses=CompletionJobSerializer)
+    @GET_JOB
     async def get(self, request: Request, job_id: uuid.UUID) -> Response:
-        """Return the Job as it is now."""
+        """Get a Completion Job.
+
+        As it is now. 200 means that the Job was read, not that its Completion succeeded.
+        """
         return Response(job_as_json(await _job(request, job_id)))
 
 
 class JobResultView(ApiView):
     """The result of a Completion Job."""
 
-    @extend_schema(
-        operation_id="get_completion_job_result",
-        responses={
-            200: OpenApiResponse(OpenApiTypes.OBJECT, description="The Completion."),
-            202: OpenApiResponse(CompletionJobSerializer, description="It has not ended; `Retry-After: 1`."),
-        },
-    )
+    @GET_RESULT
     async def get(self, request: Request, job_id: uuid.UUID) -> HttpResponseBase:
-        """Return what the Completion answered, with its status; while the Job is not over, 202 and the Job."""
+        """Get a Completion Job's result.
+
+        What the Completion answered, with its status: 200 and the Completion, or its error with `request_id` beside
+        `error`. While the Job waits or runs, 202 and the Job.
+        """
         job = await _job(request, job_id)
         if not job.is_ended:
             return Response(job_as_json(job), status=202, headers={"Retry-After": "1"})
@@ -151,9 +129,12 @@ class JobCancelView(ApiView):
 
     takes_json = False
 
-    @extend_schema(operation_id="cancel_completion_job", request=None, responses=CompletionJobSerializer)
+    @CANCEL_JOB
     async def post(self, request: Request, job_id: uuid.UUID) -> Response:
-        """Cancel a Job that has not ended, and answer the Job. One that has ended stays as it is."""
+        """Cancel a Completion Job.
+
+        At once, queued or running, and answer the Job. One that has ended stays as it is.
+        """
         job = await _job(request, job_id)
         # Shielded: once begun it is done, whether or not the client waits for it.
         job = await asyncio.shield(asyncio.create_task(cancel(job.pk), name="cancel-job"))

@@ -150,9 +150,13 @@ class StrictChoiceField(StrictField, serializers.ChoiceField):
 
 
 class StrictListField(StrictField, serializers.ListField):
-    """A list of `min_length` to `max_length` items, each as `child` says. Lists of integers are checked in one pass."""
+    """A list of `min_length` to `max_length` items, each as `child` says and, if `distinct`, there once.
 
-    def __init__(self, *, child: Any, **options: Any) -> None:
+    Lists of integers are checked in one pass.
+    """
+
+    def __init__(self, *, child: Any, distinct: bool = False, **options: Any) -> None:
+        self.distinct = distinct
         # DRF binds a child to its list; a copy lets several lists name one child.
         super().__init__(child=copy.deepcopy(child), **options)
 
@@ -167,14 +171,21 @@ class StrictListField(StrictField, serializers.ListField):
         if self.max_length is not None and len(value) > self.max_length:
             raise FieldFault(f"must have at most {self.max_length:,} items.")
         child: Any = self.child
+        checked: list[Any] = []
         if type(child) is StrictIntegerField and are_integers_within(value, *child.bounds):
-            return value
-        checked = []
-        for index, item in enumerate(value):
-            try:
-                checked.append(child.check(item))
-            except ApiError as error:
-                raise within(index, error) from None
+            checked = value
+        else:
+            for index, item in enumerate(value):
+                try:
+                    checked.append(child.check(item))
+                except ApiError as error:
+                    raise within(index, error) from None
+        if self.distinct and len(set(checked)) != len(checked):
+            seen: set[Any] = set()
+            for index, item in enumerate(checked):
+                if item in seen:
+                    raise FieldFault("is given twice.", param=str(index))
+                seen.add(item)
         return checked
 
 
@@ -190,6 +201,11 @@ class StrictSerializer(serializers.Serializer):  # type: ignore[type-arg]
     without a default is absent from the dict when it was absent or null. Subclasses put rules that span fields into
     `check_object`. It nests: as a field of another serializer, or the child of a StrictListField.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if options.get("required") is False:
+            options.setdefault("allow_null", True)
+        super().__init__(*arguments, **options)
 
     @classmethod
     def validated(cls, body: Mapping[str, Any]) -> dict[str, Any]:

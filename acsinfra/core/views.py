@@ -9,7 +9,7 @@ import structlog
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
 from drf_spectacular.generators import SchemaGenerator
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.types import OpenApiTypes
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -18,6 +18,7 @@ from acsinfra.core.db import fetch_one
 from acsinfra.core.errors import ApiError, ErrorCode, not_found, service_unavailable
 from acsinfra.core.middleware import as_response
 from acsinfra.core.renderers import render_json
+from acsinfra.core.schema import documented
 from acsinfra.core.storage import get_storage
 
 logger = structlog.get_logger(__name__)
@@ -82,9 +83,19 @@ async def unknown_route(request: HttpRequest) -> HttpResponse:
 class ChatCompletionsView(ApiView):
     """Base models do not chat."""
 
-    @extend_schema(exclude=True)
+    @documented(
+        operation_id="create_chat_completion",
+        tag="Completions",
+        request=OpenApiTypes.OBJECT,
+        responses={},
+        errors=[ErrorCode.CHAT_COMPLETIONS_UNSUPPORTED],
+        examples={"chat": {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hello"}]}},
+    )
     async def post(self, request: Request) -> Response:
-        """`400 chat_completions_unsupported`, whatever the body."""
+        """Refuse a chat.
+
+        Base models do not chat: `400 chat_completions_unsupported`, whatever the body.
+        """
         raise ApiError(
             ErrorCode.CHAT_COMPLETIONS_UNSUPPORTED,
             "These are Base models: they complete text and have no chat format. Use POST /v1/completions.",

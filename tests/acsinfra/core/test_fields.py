@@ -253,5 +253,5 @@ def test_the_bounds_are_in_the_openapi_schema() -> None:
     assert properties["ids"]["maxItems"] == 32_000
     assert properties["ids"]["items"]["maximum"] == 49_999
     assert "null" in properties["ids"]["type"]
-    assert properties["model"] == {"type": "string", "minLength": 1, "maxLength": 20}
+    assert properties["model"] == {"type": "string", "minLength": 1, "maxLength": 20, "pattern": r"^[^\u0000]*$"}
     assert (properties["top_p"]["exclusiveMinimum"], properties["top_p"]["maximum"]) == (0, 1)
