@@ -60,6 +60,7 @@ INSTALLED_APPS = [
     "rest_framework",
     "adrf",
     "drf_spectacular",
+    "drf_spectacular_sidecar",
     "acsinfra",
     "accounts",
     "budgets",

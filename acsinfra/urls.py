@@ -3,6 +3,7 @@
 from django.contrib import admin
 from django.urls import include, path, re_path, register_converter
 
+from acsinfra import pages
 from acsinfra.core import views
 from acsinfra.core.file_links import serve_link
 from acsinfra.core.ids import AnyCaseUUIDConverter
@@ -15,6 +16,7 @@ urlpatterns = [
     path("readyz", views.readyz),
     path("files/<str:token>/<str:name>", serve_link),
     path("openapi.json", views.openapi),
+    path("docs", pages.ReferencePage.as_view(), name="reference"),
     path("v1/chat/completions", views.ChatCompletionsView.as_view()),
     path("v1/budget", BudgetView.as_view()),
     path("", include("inference.urls")),

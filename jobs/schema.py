@@ -16,7 +16,7 @@ from jobs.serializers import (
     CompletionJobSerializer,
 )
 
-TAG: Final = "Completion Jobs"
+TAG: Final = "Jobs"
 JOB_ID: Final = "01a19d8b-2892-7afa-8b51-35c9fc2f5572"
 PATH: Final = f"/v1/completion-jobs/{JOB_ID}"
 QUEUED: Final[dict[str, Any]] = {

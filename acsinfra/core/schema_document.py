@@ -1,5 +1,6 @@
 """What the OpenAPI document says besides DRF's views: who we are, tags, and the service's own routes."""
 
+from collections import defaultdict
 from typing import Any, Final
 
 from django.conf import settings
@@ -20,13 +21,14 @@ Completions, residual streams, steering vectors and bulk harvests of base langua
   existed.
 - **CORS.** Any origin may call, without credentials.
 
-The [guides](/docs/guide) show each of these at work, and [llms.txt](/llms.txt) has all of them on one page.
+The [guides](/docs/guide) show all of it at work and say [what to do about each error](/docs/guide/errors);
+[llms.txt](/llms.txt) has them on one page.
 
 """
 TAGS: Final = {
     "Completions": "OpenAI's Completions with vLLM's extras, the residual stream and steering vectors.",
     "Models": "The Base models.",
-    "Completion Jobs": "A Job is one Completion request run on the server.",
+    "Jobs": "A Job is one Completion request run on the server.",
     "Harvest": "The residual stream of a whole corpus, as files.",
     "Budget": "A User's tokens for a calendar month, UTC.",
     "Service": "Whether the service is there. These routes need no key.",
@@ -51,9 +53,11 @@ def complete_document(result: dict[str, Any], **_: Any) -> dict[str, Any]:
 
 
 def _table_of_codes() -> str:
-    rows = [f"| {STATUS_OF_CODE.get(code, 400)} | `{code.value}` |" for code in ErrorCode]
-    rows.sort()
-    return "| status | code |\n| --- | --- |\n" + "\n".join(rows) + "\n"
+    codes: defaultdict[int, list[str]] = defaultdict(list)
+    for code in ErrorCode:
+        codes[STATUS_OF_CODE.get(code, 400)].append(f"`{code.value}`")
+    rows = [f"| {status} | {', '.join(named)} |\n" for status, named in sorted(codes.items())]
+    return "| status | codes |\n| --- | --- |\n" + "".join(rows)
 
 
 def _describe_stream(result: dict[str, Any]) -> None:
