@@ -9,5 +9,7 @@ class AccountsConfig(AppConfig):
     name = "accounts"
 
     def ready(self) -> None:
-        """Let drf-spectacular know of our keys."""
-        from accounts import schema  # noqa: F401
+        """Let drf-spectacular know of our keys, and note each sign-in."""
+        from accounts import schema, sign_ins  # noqa: F401
+
+        sign_ins.connect()

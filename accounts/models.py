@@ -1,6 +1,8 @@
 """Users and API keys."""
 
+from django.conf import settings
 from django.contrib.auth.models import AbstractUser
+from django.contrib.sessions.models import Session
 from django.db import models
 from django.db.models.functions import Lower
 from django.utils import timezone
@@ -13,6 +15,9 @@ class User(AbstractUser):
     """
 
     email = models.EmailField(unique=True)
+    awaits_approval = models.BooleanField(
+        default=False, db_default=False, help_text="Signed up, and cannot sign in before an operator says yes."
+    )
     requests_at_once = models.PositiveIntegerField(null=True, blank=True, help_text="Requests of one key at once.")
     requests_queued = models.PositiveIntegerField(null=True, blank=True, help_text="Requests of one key that wait.")
     requests_per_minute = models.PositiveIntegerField(null=True, blank=True, help_text="Requests a minute of one key.")
@@ -75,3 +80,63 @@ class ApiKey(models.Model):
     def is_working(self) -> bool:
         """Whether requests with this key are taken, as far as the key goes."""
         return self.state == "working"
+
+
+class Invitation(models.Model):
+    """A link that makes one account, kept only as the SHA-256 of its token; it is used once, until it expires."""
+
+    digest = models.BinaryField(max_length=32, unique=True, editable=False)
+    email = models.EmailField(blank=True, help_text="Whom it is for, if it is for one address alone.")
+    made_by = models.ForeignKey(
+        settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, editable=False, related_name="invitations"
+    )
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()
+    used_at = models.DateTimeField(null=True, editable=False)
+    user = models.OneToOneField(
+        settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, editable=False, related_name="invitation"
+    )
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return f"invitation of {self.created_at:%Y-%m-%d}" + (f" for {self.email}" if self.email else "")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an account can be made with it still."""
+        return self.used_at is None and self.expires_at > timezone.now()
+
+
+class SignIn(models.Model):
+    """A browser that is signed in: it is there as long as its session."""
+
+    session = models.OneToOneField(Session, on_delete=models.CASCADE, primary_key=True, related_name="sign_in")
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="sign_ins")
+    address = models.GenericIPAddressField(null=True)
+    agent = models.CharField(max_length=300, blank=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return f"{self.user} since {self.created_at:%Y-%m-%d %H:%M}"
+
+    @property
+    def browser(self) -> str:
+        """The browser and system that it said it was, in two words."""
+        return browser_name(self.agent)
+
+
+# The first that an agent names counts: Chrome says that it is Safari too, and Edge that it is Chrome.
+_BROWSERS = (("Edg", "Edge"), ("OPR", "Opera"), ("Firefox", "Firefox"), ("Chrom", "Chrome"), ("Safari", "Safari"))
+_SYSTEMS = (("Android", "Android"), ("iPhone", "iOS"), ("iPad", "iPadOS"), ("Windows", "Windows"), ("Mac OS", "macOS"))
+
+
+def browser_name(agent: str) -> str:
+    """`Firefox on Linux`: what a User-Agent header says, in words that a person knows."""
+    browser = next((name for mark, name in _BROWSERS if mark in agent), "A browser")
+    system = next((name for mark, name in (*_SYSTEMS, ("Linux", "Linux")) if mark in agent), "")
+    return f"{browser} on {system}" if system else browser

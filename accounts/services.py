@@ -64,6 +64,13 @@ def create_key(
     return key, text
 
 
+def update_key(*, key: ApiKey, name: str, token_cap: int | None, expires_at: datetime | None) -> None:
+    """Give the key another name, cap and end. A cap counts from this month on. Raises ValidationError."""
+    key.name, key.token_cap, key.expires_at = name, token_cap, expires_at
+    key.full_clean()
+    key.save(update_fields=["name", "token_cap", "expires_at"])
+
+
 def pause_key(*, key: ApiKey) -> None:
     """Refuse the key until it is resumed; a paused key keeps its first time of pause."""
     ApiKey.objects.filter(pk=key.pk, paused_at=None).update(paused_at=timezone.now())

@@ -12,9 +12,11 @@ from typing import Any
 
 import django_stubs_ext
 import environ
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.csp import CSP
 
 from acsinfra.core.logs import logging_config
+from acsinfra.core.mail import mailer_from_url
 
 # Makes Django's generic classes subscriptable at run time: `admin.ModelAdmin[User]`.
 django_stubs_ext.monkeypatch()
@@ -57,6 +59,8 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "django.contrib.humanize",
+    "axes",
     "rest_framework",
     "adrf",
     "drf_spectacular",
@@ -84,9 +88,10 @@ PAGES_MIDDLEWARE = [
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "axes.middleware.AxesMiddleware",
 ]
-# The admin looks for its middleware in MIDDLEWARE; they run, but from the list above.
-SILENCED_SYSTEM_CHECKS = ["admin.E408", "admin.E409", "admin.E410"]
+# The admin and axes look for their middleware in MIDDLEWARE; they run, but from the list above.
+SILENCED_SYSTEM_CHECKS = ["admin.E408", "admin.E409", "admin.E410", "axes.W002"]
 ROOT_URLCONF = "acsinfra.urls"
 APPEND_SLASH = False
 ASGI_APPLICATION = "acsinfra.asgi.application"
@@ -121,6 +126,23 @@ AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
     {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
 ]
+AUTHENTICATION_BACKENDS = ["axes.backends.AxesStandaloneBackend", "django.contrib.auth.backends.ModelBackend"]
+# Guessing: so many failures of one address or for one name lock it out for a while, counted in the database.
+AXES_LOCKOUT_PARAMETERS = ["ip_address", "username"]
+AXES_FAILURE_LIMIT = env.int("SIGN_IN_FAILURES", default=20)
+AXES_COOLOFF_TIME = timedelta(seconds=env.float("SIGN_IN_LOCKOUT_SECONDS", default=300))
+AXES_RESET_ON_SUCCESS = True
+AXES_RESET_COOL_OFF_ON_FAILURE_DURING_LOCKOUT = False
+AXES_LOCKOUT_TEMPLATE = "accounts/locked.html"
+AXES_DISABLE_ACCESS_LOG = True
+AXES_VERBOSE = False
+# Who may get an account: whom an operator makes one (closed), or invites (invite), or also approves (approval).
+SIGN_UP = env.str("SIGN_UP", default="invite")
+if SIGN_UP not in ("closed", "invite", "approval"):
+    raise ImproperlyConfigured("SIGN_UP is one of closed, invite, approval.")
+PASSWORD_RESET_TIMEOUT = 24 * 3600
+MAILERS = {"default": mailer_from_url(env.str("EMAIL_URL", default=(HOME / "mail").as_uri()))}
+DEFAULT_FROM_EMAIL = SERVER_EMAIL = env.str("EMAIL_FROM", default="acs-infra@localhost")
 LOGIN_URL = "/app/sign-in"
 LOGIN_REDIRECT_URL = "/app"
 LOGOUT_REDIRECT_URL = "/app/sign-in"

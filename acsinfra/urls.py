@@ -7,7 +7,6 @@ from acsinfra import pages
 from acsinfra.core import views
 from acsinfra.core.file_links import serve_link
 from acsinfra.core.ids import AnyCaseUUIDConverter
-from budgets.views import BudgetView
 
 register_converter(AnyCaseUUIDConverter, "any_uuid")
 
@@ -18,7 +17,7 @@ urlpatterns = [
     path("openapi.json", views.openapi),
     path("docs", pages.ReferencePage.as_view(), name="reference"),
     path("v1/chat/completions", views.ChatCompletionsView.as_view()),
-    path("v1/budget", BudgetView.as_view()),
+    path("", include("budgets.urls")),
     path("", include("inference.urls")),
     path("", include("harvest.urls")),
     path("", include("jobs.urls")),

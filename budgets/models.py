@@ -113,6 +113,7 @@ class Hold(models.Model):
     charged = models.PositiveBigIntegerField(null=True, help_text="Tokens charged, once settled.")
     work_kind = models.CharField(max_length=10, choices=WorkKind)
     work_id = models.CharField(max_length=100)
+    model = models.CharField(max_length=100, db_default="", help_text="The Base model's name, where the work has one.")
     holder = models.CharField(max_length=100, blank=True)
     taken_at = models.DateTimeField()
     expires_at = models.DateTimeField(null=True)
@@ -150,6 +151,7 @@ class LedgerEntry(models.Model):
     tokens = models.PositiveBigIntegerField()
     work_kind = models.CharField(max_length=10, choices=WorkKind)
     work_id = models.CharField(max_length=100)
+    model = models.CharField(max_length=100, db_default="")
     charged_at = models.DateTimeField()
 
     class Meta:

@@ -36,14 +36,15 @@ SWEEP_BATCH: Final = 500
 
 @dataclass(frozen=True)
 class WorkRef:
-    """The work that a Hold is for: its kind, its id (of a request or a Job), and the process that answers for it.
+    """The work that a Hold is for: its kind, its id (of a request or a Job), its model, and who answers for it.
 
-    `holder` (such as the id of an API process) lets a sweep end the Holds of a process that died; a Job needs none.
+    `holder` (the id of an API process, say) lets a sweep end the Holds of a process that died; a Job needs none.
     """
 
     kind: WorkKind
     id: str
     holder: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _values(
         "tokens": tokens,
         "work_kind": None if work is None else WorkKind(work.kind).value,
         "work_id": None if work is None else work.id,
+        "model": "" if work is None else work.model,
         "now": moment,
         "month": month_of(moment),
         "default_limit": settings.MONTHLY_TOKENS,

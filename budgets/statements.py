@@ -16,13 +16,15 @@ HOLD_COLUMNS: Final = (
     "charged",
     "work_kind",
     "work_id",
+    "model",
     "holder",
     "taken_at",
     "expires_at",
     "ended_at",
 )
 _COLUMNS: Final[LiteralString] = (
-    "id, budget_id, key_use_id, tokens, state, charged, work_kind, work_id, holder, taken_at, expires_at, ended_at"
+    "id, budget_id, key_use_id, tokens, state, charged, work_kind, work_id, model, holder, taken_at,"
+    " expires_at, ended_at"
 )
 
 # `room` locks the Budget (and the key's row) and looks whether the tokens fit. A work that has its Hold changes
@@ -38,7 +40,7 @@ WITH room AS (
 ), taken AS (
     INSERT INTO budgets_hold ({_COLUMNS})
     SELECT %(id)s::uuid, budget_id, key_use_id, %(tokens)s::bigint, 'live', NULL, %(work_kind)s, %(work_id)s,
-           %(holder)s, %(now)s::timestamptz, %(expires_at)s::timestamptz, NULL
+           %(model)s, %(holder)s, %(now)s::timestamptz, %(expires_at)s::timestamptz, NULL
       FROM room
         ON CONFLICT (work_kind, work_id) WHERE state <> 'released' DO NOTHING
     RETURNING {_COLUMNS}
@@ -70,8 +72,8 @@ TAKE_WITH_KEY: Final[LiteralString] = (
 # What stands in the way of a take: the rows that are there, their figures, and the work's Hold if it has one.
 LOOK: Final[LiteralString] = """
 SELECT b.token_limit, b.used, b.held, k.id IS NOT NULL, k.cap, k.used, k.held,
-       h.id, h.budget_id, h.key_use_id, h.tokens, h.state, h.charged, h.work_kind, h.work_id, h.holder, h.taken_at,
-       h.expires_at, h.ended_at, of_hold.user_id
+       h.id, h.budget_id, h.key_use_id, h.tokens, h.state, h.charged, h.work_kind, h.work_id, h.model, h.holder,
+       h.taken_at, h.expires_at, h.ended_at, of_hold.user_id
   FROM (SELECT) AS one
   LEFT JOIN budgets_budget b ON b.user_id = %(user)s AND b.month = %(month)s::date
   LEFT JOIN budgets_keyuse k ON k.budget_id = b.id AND k.api_key_id = %(api_key)s::bigint
@@ -106,7 +108,7 @@ WITH ended AS (
     UPDATE budgets_hold
        SET state = 'settled', charged = least(tokens, %(tokens)s::bigint), ended_at = %(now)s::timestamptz
      WHERE id = %(id)s::uuid AND ended_at IS NULL
-    RETURNING id, budget_id, key_use_id, tokens, charged, work_kind, work_id
+    RETURNING id, budget_id, key_use_id, tokens, charged, work_kind, work_id, model
 ), in_budget AS (
     UPDATE budgets_budget b SET held = b.held - ended.tokens, used = b.used + ended.charged
       FROM ended WHERE b.id = ended.budget_id
@@ -116,8 +118,8 @@ WITH ended AS (
       FROM ended, in_budget WHERE k.id = ended.key_use_id
     RETURNING k.id
 ), in_ledger AS (
-    INSERT INTO budgets_ledgerentry (hold_id, budget_id, tokens, work_kind, work_id, charged_at)
-    SELECT id, budget_id, charged, work_kind, work_id, %(now)s::timestamptz FROM ended
+    INSERT INTO budgets_ledgerentry (hold_id, budget_id, tokens, work_kind, work_id, model, charged_at)
+    SELECT id, budget_id, charged, work_kind, work_id, model, %(now)s::timestamptz FROM ended
 )
 SELECT tokens, charged FROM ended
 """

@@ -114,7 +114,7 @@ def submit_harvest(
         job.save(force_insert=True)
         HarvestCorpus.objects.create(job=job, prompts_zstd=prompts_zstd, directions=plan.directions)
         # Last, because it locks the Budget until the commit: the User's other work must not wait for a large corpus.
-        job.hold = take_hold(user=owner, api_key=api_key, tokens=plan.reserved_tokens, work=_work(job.pk))
+        job.hold = take_hold(user=owner, api_key=api_key, tokens=plan.reserved_tokens, work=_work(job.pk, job.model))
         job.save(update_fields=["hold"])
         transaction.on_commit(lambda: tell_runners(plan.model))
     logger.info("harvest submitted", job_id=str(job.id), model=job.model, n_prompts=job.n_prompts)
@@ -364,8 +364,8 @@ def _end_hold(job: HarvestJob, hold_id: uuid.UUID) -> None:
         logger.error("the hold of a harvest had ended before it", job_id=str(job.pk), charged=end.charged)
 
 
-def _work(job_id: uuid.UUID) -> WorkRef:
-    return WorkRef(WorkKind.HARVEST, str(job_id))
+def _work(job_id: uuid.UUID, model: str) -> WorkRef:
+    return WorkRef(WorkKind.HARVEST, str(job_id), model=model)
 
 
 def _lock(job_id: uuid.UUID) -> HarvestJob:

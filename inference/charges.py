@@ -69,7 +69,7 @@ async def hold_for(work: CompletionWork, *, payer: Payer, holder: str) -> Hold:
         user=payer.user,
         api_key=payer.api_key,
         tokens=work.hold_tokens,
-        work=WorkRef(kind, work.request_id, holder),
+        work=WorkRef(kind, work.request_id, holder, work.model),
         expires_at=datetime.fromtimestamp(work.deadline, UTC) + EXPIRES_AFTER,
     )
 

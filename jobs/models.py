@@ -125,7 +125,7 @@ class CompletionJob(LeasedWork):
 
 
 class JobRequest(models.Model):
-    """What a Job that has not ended asks for: an `inference.wire.CompletionWork` as JSON, zstd-compressed."""
+    """What a Job asks for, kept as long as its result: an `inference.wire.CompletionWork` as JSON, zstd-compressed."""
 
     job = models.OneToOneField(CompletionJob, on_delete=models.CASCADE, related_name="request", primary_key=True)
     work_zstd = models.BinaryField()

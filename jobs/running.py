@@ -109,7 +109,7 @@ def _may_run(job: CompletionJob) -> bool:
                 user=job.user,
                 api_key=job.api_key,
                 tokens=job.hold_tokens,
-                work=WorkRef(kind=WorkKind.JOB, id=str(job.pk)),
+                work=WorkRef(kind=WorkKind.JOB, id=str(job.pk), model=job.model),
             )
     except BudgetExceeded as error:
         fail_job(job, error, tokens=None)

@@ -2,7 +2,7 @@
 
 import functools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, LiteralString
@@ -228,7 +228,6 @@ def end_job(
     job.finished_at = timezone.now()
     job.expires_at = job.finished_at + settings.JOB_RESULTS_KEPT
     job.save()
-    JobRequest.objects.filter(job=job).delete()
     if answer is not None:
         JobResult.objects.create(job=job, status=answer.status, body=answer.body, key=answer.key, bytes=answer.bytes)
     if job.has_files and (answer is None or not answer.key):
@@ -292,17 +291,37 @@ def fail_jobs_of_switched_off_models() -> int:
 
 
 def erase_expired_results() -> int:
-    """Erase results whose time is over, with their files; the Jobs stay. Returns how many."""
+    """Erase requests and results whose time is over, with their files; the Jobs stay. Returns how many."""
     with transaction.atomic():
         over = CompletionJob.objects.filter(is_erased=False, expires_at__lte=Now())
         jobs = list(over.select_for_update(skip_locked=True, of=("self",)).order_by("expires_at")[:SWEEP_BATCH])
         for job in jobs:
             if job.has_files:
                 let_go_of_files(job)
-        ids = [job.pk for job in jobs]
-        JobResult.objects.filter(pk__in=ids).delete()
-        CompletionJob.objects.filter(pk__in=ids).update(is_erased=True)
+        _erase([job.pk for job in jobs])
     return len(jobs)
+
+
+def erase_result(*, job_id: uuid.UUID) -> CompletionJob:
+    """Erase what an ended Job asked for and answered, now; the Job stays, its result expired. Twice is fine.
+
+    Raises ApiError for one that has not ended.
+    """
+    with transaction.atomic():
+        job = _locked(job_id)
+        if not job.is_ended:
+            raise ApiError(ErrorCode.INVALID_REQUEST, "The Job has not ended; cancel it first.")
+        if job.has_files:
+            let_go_of_files(job)
+        _erase([job.pk])
+        job.is_erased = True
+    return job
+
+
+def _erase(ids: Sequence[uuid.UUID]) -> None:
+    JobRequest.objects.filter(pk__in=ids).delete()
+    JobResult.objects.filter(pk__in=ids).delete()
+    CompletionJob.objects.filter(pk__in=ids).update(is_erased=True)
 
 
 def end_orphaned_job_holds() -> SweepCount:

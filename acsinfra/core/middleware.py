@@ -20,7 +20,7 @@ from django.utils.module_loading import import_string
 from acsinfra.core.body_limit import BODY_PASSED_LIMIT
 from acsinfra.core.errors import ApiError, error_of_status, invalid, not_found
 from acsinfra.core.ids import new_request_id
-from acsinfra.core.paths import is_api_path, is_page_path
+from acsinfra.core.paths import is_api_path, is_page_path, loggable_path
 from acsinfra.core.renderers import render_json
 
 logger = structlog.get_logger("acsinfra.requests")
@@ -81,7 +81,7 @@ def _log_request(request: HttpRequest, request_id: str, status: int, started: fl
         "request",
         request_id=request_id,
         method=request.method,
-        path=request.path,
+        path=loggable_path(request.path),
         status=status,
         ms=round((time.perf_counter() - started) * 1000, 1),
         user_id=key.user_id if key else None,

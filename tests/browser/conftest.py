@@ -7,7 +7,7 @@ asynchronous tests would work any more. So the browser lives in a thread of its 
 import contextvars
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, sync_playwright
@@ -94,7 +94,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that uses the browser in the browser's thread."""
     if "browser" not in pyfuncitem.fixturenames:
         return None
-    thread: ThreadPoolExecutor = pyfuncitem.funcargs["browser_thread"]
+    thread = cast("ThreadPoolExecutor", pyfuncitem.funcargs["browser_thread"])
     arguments: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     test: Callable[..., object] = pyfuncitem.obj
     thread.submit(contextvars.copy_context().run, lambda: test(**arguments)).result()

@@ -65,7 +65,7 @@ def test_a_job_waits_without_a_hold_and_holds_when_it_runs(user: User, key: ApiK
     assert claim(model) is None
 
 
-def test_a_finished_job_is_charged_what_was_counted_and_keeps_no_request(
+def test_a_finished_job_is_charged_what_was_counted_and_keeps_its_request_with_its_result(
     user: User, key: ApiKey, model: BaseModel
 ) -> None:
     submit(user, key, model)
@@ -74,7 +74,7 @@ def test_a_finished_job_is_charged_what_was_counted_and_keeps_no_request(
     assert job.finished_at is not None
     assert job.expires_at == job.finished_at + timedelta(days=30)
     assert result_of(job) == (200, {})
-    assert not JobRequest.objects.exists()
+    assert JobRequest.objects.filter(pk=job.pk).exists()
     assert_money(user, used=7)
 
 
