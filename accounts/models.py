@@ -37,7 +37,13 @@ class User(AbstractUser):
     REQUIRED_FIELDS = ["email"]
 
     class Meta:
-        constraints = [models.UniqueConstraint(Lower("email"), name="accounts_user_email_unique")]
+        constraints = [
+            models.UniqueConstraint(
+                Lower("email"),
+                name="accounts_user_email_unique",
+                violation_error_message="A User with this e-mail address already exists.",
+            )
+        ]
 
 
 class ApiKey(models.Model):

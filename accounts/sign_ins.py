@@ -38,7 +38,7 @@ def end_sign_ins(*, user: User, only: str | None = None, but: str | None = None)
     """End the User's sessions: the one that begins with `only`, or all but the one with the key `but`."""
     ending = SignIn.objects.filter(user=user)
     if only is not None:
-        ending = ending.filter(pk__startswith=only)
+        ending = ending.filter(session__session_key__startswith=only)
     if but is not None:
         ending = ending.exclude(pk=but)
     keys = list(ending.values_list("pk", flat=True))
