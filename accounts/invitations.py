@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from datetime import timedelta
 
+import structlog
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.core.mail import send_mail
@@ -12,6 +13,8 @@ from django.template.loader import render_to_string
 from django.utils import timezone
 
 from accounts.models import Invitation, User
+
+logger = structlog.get_logger(__name__)
 
 DAYS = 7
 
@@ -68,7 +71,10 @@ def approve_user(*, user: User, sign_in_url: str) -> bool:
         return False
     user.refresh_from_db()
     text = render_to_string("accounts/mail/approved.txt", {"user": user, "sign_in_url": sign_in_url})
-    send_mail("Your account is ready", text, None, [user.email], fail_silently=True)
+    try:
+        send_mail("Your account is ready", text, None, [user.email])
+    except OSError as error:  # SMTP's are OSErrors too
+        logger.warning("the mail of an approval was not sent", user_id=user.pk, error_type=type(error).__name__)
     return True
 
 

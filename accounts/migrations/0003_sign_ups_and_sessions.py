@@ -7,63 +7,96 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     dependencies = [
-        ('accounts', '0002_limits_of_jobs_and_waits'),
-        ('auth', '0012_alter_user_first_name_max_length'),
-        ('sessions', '0001_initial'),
+        ("accounts", "0002_limits_of_jobs_and_waits"),
+        ("auth", "0012_alter_user_first_name_max_length"),
+        ("sessions", "0001_initial"),
     ]
 
     operations = [
         migrations.CreateModel(
-            name='Invitation',
+            name="Invitation",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('digest', models.BinaryField(max_length=32, unique=True)),
-                ('email', models.EmailField(blank=True, help_text='Whom it is for, if it is for one address alone.', max_length=254)),
-                ('created_at', models.DateTimeField(auto_now_add=True)),
-                ('expires_at', models.DateTimeField()),
-                ('used_at', models.DateTimeField(editable=False, null=True)),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("digest", models.BinaryField(max_length=32, unique=True)),
+                (
+                    "email",
+                    models.EmailField(
+                        blank=True, help_text="Whom it is for, if it is for one address alone.", max_length=254
+                    ),
+                ),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
+                ("expires_at", models.DateTimeField()),
+                ("used_at", models.DateTimeField(editable=False, null=True)),
             ],
             options={
-                'ordering': ['-created_at'],
+                "ordering": ["-created_at"],
             },
         ),
         migrations.CreateModel(
-            name='SignIn',
+            name="SignIn",
             fields=[
-                ('session', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='sign_in', serialize=False, to='sessions.session')),
-                ('address', models.GenericIPAddressField(null=True)),
-                ('agent', models.CharField(blank=True, max_length=300)),
-                ('created_at', models.DateTimeField(auto_now_add=True)),
+                (
+                    "session",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        primary_key=True,
+                        related_name="sign_in",
+                        serialize=False,
+                        to="sessions.session",
+                    ),
+                ),
+                ("address", models.GenericIPAddressField(null=True)),
+                ("agent", models.CharField(blank=True, max_length=300)),
+                ("created_at", models.DateTimeField(auto_now_add=True)),
             ],
             options={
-                'ordering': ['-created_at'],
+                "ordering": ["-created_at"],
             },
         ),
         migrations.AddField(
-            model_name='user',
-            name='awaits_approval',
-            field=models.BooleanField(db_default=False, default=False, help_text='Signed up, and cannot sign in before an operator says yes.'),
+            model_name="user",
+            name="awaits_approval",
+            field=models.BooleanField(
+                db_default=False, default=False, help_text="Signed up, and cannot sign in before an operator says yes."
+            ),
         ),
         migrations.AlterConstraint(
-            model_name='user',
-            name='accounts_user_email_unique',
-            constraint=models.UniqueConstraint(django.db.models.functions.text.Lower('email'), name='accounts_user_email_unique', violation_error_message='A User with this e-mail address already exists.'),
+            model_name="user",
+            name="accounts_user_email_unique",
+            constraint=models.UniqueConstraint(
+                django.db.models.functions.text.Lower("email"),
+                name="accounts_user_email_unique",
+                violation_error_message="A User with this e-mail address already exists.",
+            ),
         ),
         migrations.AddField(
-            model_name='invitation',
-            name='made_by',
-            field=models.ForeignKey(editable=False, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='invitations', to=settings.AUTH_USER_MODEL),
+            model_name="invitation",
+            name="made_by",
+            field=models.ForeignKey(
+                editable=False,
+                null=True,
+                on_delete=django.db.models.deletion.SET_NULL,
+                related_name="invitations",
+                to=settings.AUTH_USER_MODEL,
+            ),
         ),
         migrations.AddField(
-            model_name='invitation',
-            name='user',
-            field=models.OneToOneField(editable=False, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='invitation', to=settings.AUTH_USER_MODEL),
+            model_name="invitation",
+            name="user",
+            field=models.OneToOneField(
+                editable=False,
+                null=True,
+                on_delete=django.db.models.deletion.SET_NULL,
+                related_name="invitation",
+                to=settings.AUTH_USER_MODEL,
+            ),
         ),
         migrations.AddField(
-            model_name='signin',
-            name='user',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='sign_ins', to=settings.AUTH_USER_MODEL),
+            model_name="signin",
+            name="user",
+            field=models.ForeignKey(
+                on_delete=django.db.models.deletion.CASCADE, related_name="sign_ins", to=settings.AUTH_USER_MODEL
+            ),
         ),
     ]
