@@ -51,6 +51,7 @@ DATABASE_URL = env.str("DATABASE_URL", default="")
 BROKER_URL = env.str("BROKER_URL", default="")
 STORAGE_URL = env.str("STORAGE_URL", default="")
 MODELS_CACHE = Path(env.str("MODELS_CACHE", default=str(HOME / "models")))
+ENGINE_CACHE = Path(env.str("ENGINE_CACHE", default=str(HOME / "engine-cache")))
 
 INSTALLED_APPS = [
     "django.contrib.admin",
@@ -226,6 +227,9 @@ HARVESTS_PER_MONTH: int | None = env.int("HARVESTS_PER_MONTH", default=None)
 HARVEST_WAITS_AT_ONCE = env.int("HARVEST_WAITS_AT_ONCE", default=4)
 STORAGE_QUOTA_BYTES: int | None = env.int("STORAGE_QUOTA_BYTES", default=None)
 HARVEST_MAX_BYTES = env.int("HARVEST_MAX_BYTES", default=200 * 1024**3)
+
+# A job of so many tokens has its runner compile the model on a CPU; 0 compiles for none
+HARVEST_COMPILE_TOKENS = env.int("HARVEST_COMPILE_TOKENS", default=1_000_000)
 
 # Bounds of one request
 WORK_BOUND_TOKENS = 32_000

@@ -1,5 +1,6 @@
 """One run of a Harvest job: from its corpus to its manifest."""
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,22 @@ from harvest.models import HarvestJob, HarvestShard
 from harvest.runner.corpus import TokenisedPrompt, load_prompts, load_tokenizer, tokenise
 from harvest.runner.lease_keeper import LeaseKeeper
 from harvest.runner.manifest import write_manifest
-from harvest.runner.projection import Projection
 from harvest.runner.retries import write_patiently
 from harvest.runner.shards import SAFETENSORS_DTYPES, ShardLayout, lay_out_shards
 from harvest.runner.statistics import RunningStatistics
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.uploads import ShardUploads
-from inference.engine.activations import all_finite
+from harvest.runner.windows import (
+    MEMORY_BYTES,
+    WAIT_SECONDS,
+    WINDOWS_AT_ONCE,
+    OpenWindow,
+    ShardPart,
+    WindowMemory,
+    WindowReader,
+    plan_windows,
+)
+from inference.engine.activations import ARRAY_DTYPES, all_finite
 from inference.engine.errors import RequestFault
 from inference.engine.harvest import CapturedPrompt, HarvestEngine
 from inference.models import BaseModel
@@ -32,6 +42,8 @@ from inference.wire import TensorDtype
 logger = structlog.get_logger(__name__)
 
 SMALL_FILE_PAUSES: Final = (0.5, 2.0, 5.0)
+# So much of a shard is hashed and written at a time.
+WRITE_BYTES: Final = 1024 * 1024
 
 
 class RunStopped(Exception):
@@ -41,7 +53,9 @@ class RunStopped(Exception):
 class HarvestRun:
     """A claimed job on its way. `run` returns when it is done, and raises what kept it from that.
 
-    Shards that an earlier claim left whole are kept with their sums. `get_engine` loads the engine or has it loaded.
+    Shards that an earlier claim left whole are kept with their sums. `get_engine` takes the
+    tokens to read and loads the engine that suits, or has it loaded. `memory_bytes` bounds what is read and not yet
+    written, unless one prompt has more.
     """
 
     def __init__(
@@ -51,14 +65,17 @@ class HarvestRun:
         owner: uuid.UUID,
         model: BaseModel,
         storage: Storage,
-        get_engine: Callable[[], HarvestEngine],
+        get_engine: Callable[[int], HarvestEngine],
         keeper: LeaseKeeper,
         watch: Stopwatch,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._job, self._owner, self._model, self._storage = job, owner, model, storage
         self._get_engine = get_engine
         self._keeper, self._progress = keeper, keeper.progress
         self._watch = watch
+        self._memory_bytes = memory_bytes
+        self._memory = WindowMemory(memory_bytes)
         self._stored: dict[int, StoredObject] = {}
         self._sums: dict[int, RunningStatistics] = {}
 
@@ -68,9 +85,7 @@ class HarvestRun:
         Raises RunStopped, LeaseLostError, StorageError, RequestFault, EngineRefused, EngineDied, DatabaseError.
         """
         corpus = self._job.corpus
-        projection = (
-            Projection.from_bytes(bytes(corpus.directions), self._model.hidden_size) if corpus.directions else None
-        )
+        directions = _directions(corpus.directions, self._model.hidden_size)
         prompts = tokenise(
             load_prompts(corpus),
             tokenizer=load_tokenizer(bytes(self._model.files.tokenizer_zstd)),
@@ -79,26 +94,26 @@ class HarvestRun:
         )
         self._check_stop()
         with self._watch.measure("load_s"):
-            engine = self._get_engine()
+            engine = self._get_engine(sum(len(prompt.token_ids) for prompt in prompts))
         self._check_stop()
-        dtype: TensorDtype = engine.facts.dtype if projection is None else "float32"
+        dtype: TensorDtype = engine.facts.dtype if directions is None else "float32"
         layouts = lay_out_shards(
             prompts,
             shard_size=self._job.shard_size,
             n_layers=len(self._job.layers),
-            n_columns=engine.facts.hidden_size if projection is None else projection.n_directions,
+            n_columns=engine.facts.hidden_size if directions is None else len(directions),
             dtype=SAFETENSORS_DTYPES[dtype],
         )
         with self._watch.measure("upload_s"):
             self._keep_whole_shards(layouts)
         uploads = ShardUploads(self._storage)
         try:
-            self._write_shards(engine, [one for one in layouts if one.index not in self._stored], projection, uploads)
+            self._write_shards(engine, layouts, dtype, directions, uploads)
             uploads.wait_until_written()
         finally:
             uploads.close()
             self._watch.upload_s += uploads.waited_s
-        return self._finish(layouts, prompts, dtype, projection)
+        return self._finish(layouts, prompts, dtype, None if directions is None else len(directions))
 
     def _keep_whole_shards(self, layouts: Sequence[ShardLayout]) -> None:
         """Take over what an earlier claim wrote, as far as it is in storage still with its sums."""
@@ -119,50 +134,93 @@ class HarvestRun:
         self,
         engine: HarvestEngine,
         layouts: Sequence[ShardLayout],
-        projection: Projection | None,
+        dtype: TensorDtype,
+        directions: npt.NDArray[np.float32] | None,
         uploads: ShardUploads,
     ) -> None:
-        prompts = ((prompt.index, prompt.token_ids.tolist()) for layout in layouts for prompt in layout.prompts)
-        to_read = ((index, token_ids) for index, token_ids in prompts if token_ids)
-        captured = engine.capture(to_read, self._job.layers, should_stop=self._keeper.should_stop)
-        with closing(captured):  # type: ignore[type-var]
-            in_order = _InOrder(captured, watch=self._watch, check_stop=self._check_stop)
-            for layout in layouts:
-                self._write_shard(layout, in_order, engine.facts.dtype, projection, uploads)
+        """Have the engine read what is not stored yet, window by window, and hand whole windows to the uploads."""
 
-    def _write_shard(
-        self,
-        layout: ShardLayout,
-        in_order: "_InOrder",
-        model_dtype: TensorDtype,
-        projection: Projection | None,
-        uploads: ShardUploads,
-    ) -> None:
-        prefix = self._job.claim_prefix
-        sums = RunningStatistics(layout.n_layers, layout.n_columns)
-        uploads.begin(f"{prefix}/{layout.name}", expected_bytes=layout.file_bytes())
-        for part in layout.beginning():
-            uploads.write(part)
-        for prompt in layout.prompts:
-            if not len(prompt.token_ids):
-                self._progress.prompts += 1
-                continue
-            array = in_order.take(prompt.index)
+        def wait_for_memory() -> None:
             self._check_stop()
+            uploads.check()
+            with self._watch.measure("upload_s", instead_of="forward_s"):
+                self._memory.wait(WAIT_SECONDS)
+
+        windows = plan_windows(
+            layouts, leave_out=self._stored.keys(), bytes_at_most=self._memory_bytes // WINDOWS_AT_ONCE
+        )
+        reader = WindowReader(windows, dtype=ARRAY_DTYPES[dtype], memory=self._memory, wait=wait_for_memory)
+        captured = engine.capture(
+            reader.prompts(),
+            self._job.layers,
+            directions=directions,
+            place=reader.place,
+            should_stop=self._keeper.should_stop,
+        )
+        with closing(captured):  # type: ignore[type-var]
+            while (one := self._next(captured)) is not None:
+                self._check_stop()
+                reader.arrived(one.index)
+                self._progress.tokens += len(one.token_ids)
+                for opened in reader.whole_windows():
+                    self._write_window(reader, opened, dtype, uploads)
+        self._check_stop()
+        for opened in reader.whole_windows():
+            self._write_window(reader, opened, dtype, uploads)
+        if (index := reader.first_missing()) is not None:
+            raise RequestFault(f"prompt {index}: the engine ended without reading it")
+
+    def _next(self, captured: Iterator[CapturedPrompt]) -> CapturedPrompt | None:
+        with self._watch.measure("forward_s"):
+            return next(captured, None)
+
+    def _write_window(
+        self, reader: WindowReader, opened: OpenWindow, dtype: TensorDtype, uploads: ShardUploads
+    ) -> None:
+        arrays = reader.arrays(opened)
+        start = 0
+        for part in opened.window.parts:
             waited_before = uploads.waited_s
             with self._watch.measure("save_s"):
-                values = _values(array, model_dtype, prompt, (layout.n_layers, self._model.hidden_size))
-                if projection is not None:
-                    values = projection.project(values)
-                    array = values.numpy()
-                sums.add(values[:, 1:] if self._begins_with_bos(prompt) else values)
-                uploads.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+                sums = self._add_up(part, arrays, dtype)
+                self._begin_shard(part, uploads)
+                for at in range(start, start + part.nbytes, WRITE_BYTES):
+                    uploads.write(memoryview(opened.block[at : min(at + WRITE_BYTES, start + part.nbytes)]))
+                start += part.nbytes
+                self._end_shard(part, sums, uploads)
             # The wait for the storage inside `write` is the uploads' own.
             self._watch.save_s -= uploads.waited_s - waited_before
+        uploads.then(lambda: self._memory.give_back(opened.block))
+
+    def _add_up(
+        self, part: ShardPart, arrays: Iterator[tuple[TokenisedPrompt, npt.NDArray[np.generic]]], dtype: TensorDtype
+    ) -> RunningStatistics:
+        """The shard's sums with this part's prompts. Raises RequestFault for a value that is not finite."""
+        layout = part.layout
+        if part.is_first:
+            self._sums[layout.index] = RunningStatistics(layout.n_layers, layout.n_columns)
+        sums = self._sums[layout.index]
+        for prompt, array in itertools.islice(arrays, len(part.prompts)):
+            if len(prompt.token_ids):
+                first = 1 if self._begins_with_bos(prompt) else 0
+                values = torch.from_numpy(array)
+                sums.add((values.view(torch.bfloat16) if dtype == "bfloat16" else values)[:, first:])
+                # A value that is not finite makes the sums so: only then each is looked at.
+                if not (sums.is_finite and all_finite(array[:, :first], dtype)) and not all_finite(array, dtype):
+                    raise RequestFault(f"prompt {prompt.index}: the model's values are not finite")
             self._progress.prompts += 1
-            self._progress.tokens += len(prompt.token_ids)
-        self._sums[layout.index] = sums
-        uploads.end(lambda stored: self._shard_is_whole(layout.index, stored, sums))
+        return sums
+
+    def _begin_shard(self, part: ShardPart, uploads: ShardUploads) -> None:
+        if part.is_first:
+            layout = part.layout
+            uploads.begin(f"{self._job.claim_prefix}/{layout.name}", expected_bytes=layout.file_bytes())
+            uploads.write(b"".join(layout.beginning()))
+
+    def _end_shard(self, part: ShardPart, sums: RunningStatistics, uploads: ShardUploads) -> None:
+        if part.is_last:
+            index = part.layout.index
+            uploads.end(lambda stored: self._shard_is_whole(index, stored, sums))
 
     def _shard_is_whole(self, index: int, stored: StoredObject, sums: RunningStatistics) -> None:
         """Runs in the uploads' thread: the sums first, so that a row always has them."""
@@ -181,7 +239,7 @@ class HarvestRun:
         layouts: Sequence[ShardLayout],
         prompts: Sequence[TokenisedPrompt],
         dtype: str,
-        projection: Projection | None,
+        n_directions: int | None,
     ) -> HarvestJob:
         with self._watch.measure("save_s"):
             total = RunningStatistics(layouts[0].n_layers, layouts[0].n_columns)
@@ -200,7 +258,7 @@ class HarvestRun:
                 shards=self._stored,
                 stats=stats,
                 tokens=tokens,
-                n_directions=None if projection is None else projection.n_directions,
+                n_directions=n_directions,
             )
             manifest = self._write_small_file(f"{prefix}/manifest.json", manifest_json)
         written = sum(stored.bytes for stored in self._stored.values()) + stats.bytes + manifest.bytes
@@ -238,36 +296,6 @@ class HarvestRun:
             raise RunStopped
 
 
-class _InOrder:
-    """Hands out what the engine reads in the order of the prompts; the engine finishes short ones first.
-
-    What waits here is bounded by the engine's window.
-    """
-
-    def __init__(self, captured: Iterator[CapturedPrompt], *, watch: Stopwatch, check_stop: Callable[[], None]) -> None:
-        self._captured, self._watch, self._check_stop = captured, watch, check_stop
-        self._early: dict[int, npt.NDArray[np.generic]] = {}
-
-    def take(self, index: int) -> npt.NDArray[np.generic]:
-        """The values of prompt `index`, which comes next. Raises RunStopped when the engine was told to stop."""
-        with self._watch.measure("forward_s"):
-            while index not in self._early:
-                one = next(self._captured, None)
-                if one is None:
-                    self._check_stop()
-                    raise RequestFault(f"prompt {index}: the engine ended without reading it")
-                self._early[one.index] = one.array
-        return self._early.pop(index)
-
-
-def _values(
-    array: npt.NDArray[np.generic], dtype: TensorDtype, prompt: TokenisedPrompt, sizes: tuple[int, int]
-) -> torch.Tensor:
-    """The captured values as a tensor [layers, tokens, hidden] of their own dtype, checked. Raises RequestFault."""
-    n_layers, hidden = sizes
-    if array.shape != (n_layers, len(prompt.token_ids), hidden):
-        raise RequestFault(f"prompt {prompt.index}: the engine gave values of a wrong shape")
-    if not all_finite(array, dtype):
-        raise RequestFault(f"prompt {prompt.index}: the model's values are not finite")
-    values = torch.from_numpy(array)
-    return values.view(torch.bfloat16) if dtype == "bfloat16" else values
+def _directions(content: bytes | None, hidden_size: int) -> npt.NDArray[np.float32] | None:
+    """The job's directions, float32 [directions, hidden], of any length but zero; None when it has none."""
+    return np.frombuffer(bytes(content), "<f4").reshape(-1, hidden_size) if content else None

@@ -36,6 +36,10 @@ class ShardLayout:
         """The shape of a prompt's values."""
         return self.n_layers, len(prompt.token_ids), self.n_columns
 
+    def value_bytes(self, prompt: TokenisedPrompt) -> int:
+        """The bytes of a prompt's values."""
+        return self.n_layers * len(prompt.token_ids) * self.n_columns * ITEM_BYTES[self.dtype]
+
     def header(self) -> bytes:
         """The file's beginning, up to its first tensor."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -45,8 +49,7 @@ class ShardLayout:
             entries[f"tokens_{prompt.index}"] = _entry("I32", (len(prompt.token_ids),), offset, end)
             offset = end
         for prompt in self.prompts:
-            layers, tokens, columns = self.shape(prompt)
-            end = offset + layers * tokens * columns * ITEM_BYTES[self.dtype]
+            end = offset + self.value_bytes(prompt)
             entries[f"prompt_{prompt.index}"] = _entry(self.dtype, self.shape(prompt), offset, end)
             offset = end
         text = json.dumps(entries, separators=(",", ":")).encode()

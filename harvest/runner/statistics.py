@@ -38,6 +38,11 @@ class RunningStatistics:
             squares = deviations.square_().sum(dim=1).double()
             self._merge(count, pivot.double() + lacking / count, squares - lacking.square() / count)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether every value so far was finite (or none was so large that its square is not)."""
+        return bool(torch.isfinite(self.norm_sum).all())
+
     def merge(self, other: Self) -> None:
         """Take in all that `other` has."""
         self.norm_sum += other.norm_sum

@@ -17,13 +17,16 @@ class Stopwatch:
     began: float = field(default_factory=time.monotonic)
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to `name`."""
+    def measure(self, name: str, *, instead_of: str | None = None) -> Iterator[None]:
+        """Add the block's seconds to `name`; take them from `instead_of`, in whose block it lies."""
         began = time.monotonic()
         try:
             yield
         finally:
-            setattr(self, name, getattr(self, name) + time.monotonic() - began)
+            seconds = time.monotonic() - began
+            setattr(self, name, getattr(self, name) + seconds)
+            if instead_of is not None:
+                setattr(self, instead_of, getattr(self, instead_of) - seconds)
 
     def timings(self) -> dict[str, float]:
         """The seconds so far as a result has them; they add up to the run's."""

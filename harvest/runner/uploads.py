@@ -64,6 +64,14 @@ class ShardUploads:
 
         self._put(step, 0)
 
+    def then(self, step: Step) -> None:
+        """Call `step` in the thread once all before it is written."""
+        self._put(step, 0)
+
+    def check(self) -> None:
+        """Raise what failed in the thread, if anything did."""
+        self._raise_fault()
+
     def wait_until_written(self) -> None:
         """Return when all is in storage; raises what failed."""
         began = time.monotonic()

@@ -45,6 +45,7 @@ class Runner:
         self._options = engine_options(model=model, checkpoint=checkpoint)
         self._name = f"runner-{model.name}"
         self._engine: HarvestEngine | None = None
+        self._is_compiling_refused = False
         self._owner = uuid.uuid4()
 
     def prepare(self) -> None:
@@ -144,14 +145,31 @@ class Runner:
             )
         )
 
-    def _loaded_engine(self) -> "HarvestEngine":
-        """The engine, loaded at the first job. Raises EngineRefused."""
+    def _loaded_engine(self, tokens: int) -> "HarvestEngine":
+        """The engine, loaded at the first job; compiled once a job of `tokens` is worth it. Raises EngineRefused."""
+        is_worth_compiling = 0 < settings.HARVEST_COMPILE_TOKENS <= tokens and self._may_compile()
+        if self._engine is not None and is_worth_compiling and not self._engine.is_compiled:
+            self._drop_engine()
         if self._engine is None:
-            from inference.engine.harvest import HarvestEngine
-
-            self._engine = HarvestEngine.start(self._options, name=self._name)
+            self._engine = self._start_engine(is_compiled=is_worth_compiling)
             record_engine_processes(ENGINE_STATE, engine_name=self._name, pids=_children())
         return self._engine
+
+    def _may_compile(self) -> bool:
+        from inference.engine.arguments import can_compile
+
+        return not self._is_compiling_refused and can_compile(self._options)
+
+    def _start_engine(self, *, is_compiled: bool) -> "HarvestEngine":
+        from inference.engine.harvest import HarvestEngine
+
+        if is_compiled:
+            try:
+                return HarvestEngine.start(self._options, name=self._name, is_compiled=True)
+            except EngineRefused:
+                self._is_compiling_refused = True
+                logger.exception("the compiled model is not served; the model runs as it is")
+        return HarvestEngine.start(self._options, name=self._name)
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None

@@ -16,7 +16,7 @@ _CPU_KV_CACHE_BYTES = 1024**3
 _CPU_BLOCK_SIZE = 32
 
 
-def make_engine_arguments(options: EngineOptions) -> AsyncEngineArgs:
+def make_engine_arguments(options: EngineOptions, *, is_compiled: bool = False) -> AsyncEngineArgs:
     """Return the arguments of an engine for `options`. Raises `EngineRefused` for an argument vLLM lacks."""
     arguments: dict[str, Any] = {
         "model": options.checkpoint,
@@ -28,7 +28,7 @@ def make_engine_arguments(options: EngineOptions) -> AsyncEngineArgs:
         "max_num_seqs": options.max_num_seqs,
         "kv_cache_memory_bytes": options.kv_cache_bytes,
         "max_logprobs": -1,
-        "enforce_eager": True,
+        "enforce_eager": not is_compiled,
         "disable_log_stats": True,
         "worker_cls": _WORKER_CLS,
     }
@@ -44,22 +44,34 @@ def make_engine_arguments(options: EngineOptions) -> AsyncEngineArgs:
         raise EngineRefused(f"vLLM refuses the engine's arguments: {error}") from error
 
 
-def make_vllm_config(options: EngineOptions) -> VllmConfig:
+def can_compile(options: EngineOptions) -> bool:
+    """Say whether captures are proven with this engine compiled: one rank on a CPU.
+
+    A GPU's prefill is bound by its arithmetic, which compiling does not change.
+    """
+    is_eager = options.extra_args.get("enforce_eager", False)
+    return current_platform.is_cpu() and options.tensor_parallel_size == 1 and not is_eager
+
+
+def make_vllm_config(options: EngineOptions, *, is_compiled: bool = False) -> VllmConfig:
     """Return vLLM's whole configuration for `options`.
 
     Raises `EngineRefused` where vLLM refuses, or where captures are not proven.
     """
-    arguments = make_engine_arguments(options)
+    arguments = make_engine_arguments(options, is_compiled=is_compiled)
     try:
         config = arguments.create_engine_config()
     except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
         raise EngineRefused(f"vLLM refuses this checkpoint or these options: {error}") from error
-    refuse_unproven(config)
+    refuse_unproven(config, is_compiled=is_compiled)
     return config
 
 
-def refuse_unproven(config: VllmConfig) -> None:
-    """Raise `EngineRefused` for what would make captures or steering wrong, or has not been proven."""
+def refuse_unproven(config: VllmConfig, *, is_compiled: bool = False) -> None:
+    """Raise `EngineRefused` for what would make captures or steering wrong, or has not been proven.
+
+    `is_compiled` is for an engine that passed `can_compile`.
+    """
     parallel, model = config.parallel_config, config.model_config
     architectures = " ".join(model.architectures or []).lower()
     unproven = {
@@ -71,7 +83,7 @@ def refuse_unproven(config: VllmConfig) -> None:
         "sequence-parallel experts": bool(parallel.use_sequence_parallel_moe),
         "LoRA": config.lora_config is not None,
         "pooling": model.runner_type != "generate",
-        "CUDA graphs or torch.compile": config.compilation_config.mode != CompilationMode.NONE,
+        "CUDA graphs or torch.compile": config.compilation_config.mode != CompilationMode.NONE and not is_compiled,
         "DeepSeek in float16": "deepseek" in architectures and model.dtype == torch.float16,
     }
     for name, is_asked in unproven.items():

@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 
 
-def prepare_environment(*, checkpoint: str, tensor_parallel_size: int, shares_machine: bool) -> None:
+def prepare_environment(
+    *, checkpoint: str, tensor_parallel_size: int, shares_machine: bool, compile_cache: Path | None = None
+) -> None:
     """Set this process's environment for one engine; call it before anything imports vllm or torch.
 
     `shares_machine` is True where the API or other work runs beside the engine on the same CPUs: its threads then
-    sleep when they wait, and are not bound to cores. Values that the operator set stay, but for those that decide
+    sleep when they wait, and are not bound to cores. `compile_cache` is the folder where what is compiled is kept for
+    the next start. Values that the operator set stay, but for those that decide
     where the engine's processes are. Raises `RuntimeError` when vllm was imported already.
     """
     if "vllm" in sys.modules:
@@ -23,12 +26,16 @@ def prepare_environment(*, checkpoint: str, tensor_parallel_size: int, shares_ma
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        # On CPU, vLLM 0.32 saves its own form of a compiled model but can't load it; torch's caches serve both.
+        "VLLM_USE_AOT_COMPILE": "0",
         # Captures and logprobs are proven on Runner V1.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "OMP_WAIT_POLICY": "PASSIVE" if shares_machine else "ACTIVE",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if shares_machine else _share_cores(tensor_parallel_size),
     }.items():
         os.environ.setdefault(name, value)
+    if compile_cache is not None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     # Unless this says 0, vLLM's CPU build turns one rank's executor into its multi-process one, which busy-waits.
     # An AsyncLLM has its core in a process of its own whatever this says; an LLMEngine has it in this process.

@@ -10,6 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from inference.engine.activations import ARRAY_DTYPES, CapturedActivations, all_finite
 from inference.engine.errors import RequestFault
+from inference.engine.local_rows import LocalRows
 from inference.engine.row_files import RowFile, RowShelf
 from inference.engine.sampling import (
     convert_logprobs,
@@ -39,6 +40,18 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
+class RowFormat:
+    """What stands in a captured row of one layer: `columns` values of `dtype`.
+
+    They are the residual stream, or its components along the directions that the workers keep as `projection`.
+    """
+
+    columns: int
+    dtype: TensorDtype
+    projection: str = ""
+
+
+@dataclass(frozen=True)
 class WorkerRanks:
     """The engine's worker ranks that share memory with the front, and whether they can pick extra logprobs."""
 
@@ -49,21 +62,34 @@ class WorkerRanks:
 class OpenRequest:
     """One request on its way through an engine. Always `close` it."""
 
-    def __init__(self, request: EngineRequest, *, facts: EngineFacts, shelf: RowShelf, ranks: WorkerRanks) -> None:
-        """Check the request and make its row file. Raises `RequestFault` for what the engine cannot do."""
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        facts: EngineFacts,
+        ranks: WorkerRanks,
+        shelf: RowShelf,
+        rows: LocalRows | None = None,
+        row_format: RowFormat | None = None,
+    ) -> None:
+        """Check the request and make its row file; `rows` is memory of this process for an engine that is in it.
+
+        Values in such memory are not looked at. Raises `RequestFault` for what the engine cannot do.
+        """
         self._request = request
+        self._format = row_format or RowFormat(facts.hidden_size, facts.dtype)
         self._facts = facts
         self._ranks = ranks.local
         self._generated = 0
         self._is_finished = False
-        self._file: RowFile | None = None
+        self._file: RowFile | LocalRows | None = rows
         sampling = request.sampling
         self.max_rows = len(request.prompt_token_ids) + max(1, sampling.max_tokens) - 1
         try:
             self._check(ranks)
-            if request.capture_layers or request.steering:
-                row_bytes = len(request.capture_layers) * facts.hidden_size * ARRAY_DTYPES[facts.dtype].itemsize
-                self._file = shelf.make(row_bytes=row_bytes)
+            if self._file is None and (request.capture_layers or request.steering):
+                itemsize = ARRAY_DTYPES[self._format.dtype].itemsize
+                self._file = shelf.make(row_bytes=len(request.capture_layers) * self._format.columns * itemsize)
             self.params: SamplingParams = make_sampling_params(sampling, extra_args=self._extra_args())
         except (ValueError, OSError) as error:
             self.close()
@@ -91,19 +117,19 @@ class OpenRequest:
         request, file = self._request, self._file
         if not request.capture_layers or file is None:
             return None
-        dtype = self._facts.dtype
+        dtype = self._format.dtype
         array = file.read(
             rows=self._expected_rows,
             layers=len(request.capture_layers),
-            hidden=self._facts.hidden_size,
+            columns=self._format.columns,
             dtype=ARRAY_DTYPES[dtype],
         )
-        if not all_finite(array, dtype):
+        if isinstance(file, RowFile) and not all_finite(array, dtype):
             raise RequestFault("the captured residual stream holds a value that is not finite")
         return CapturedActivations(layers=request.capture_layers, dtype=dtype, array=array)
 
     def close(self) -> None:
-        """Remove the row file, if there is one."""
+        """Remove the row file, or let go of the memory, if there is one."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,6 +181,7 @@ class OpenRequest:
                 temperature=sampling.temperature if own_temperature else None,
                 top_logprobs=sampling.logprobs or 0,
                 logprob_token_ids=sampling.logprob_token_ids if sampling.logprobs is not None else (),
+                projection=self._format.projection,
             )
         )
 

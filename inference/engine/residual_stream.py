@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from inference.engine.local_rows import LocalRowWriter, open_rows
 from inference.engine.row_files import RowWriter
 from inference.engine.steering import PlacedVector, SteeringTensors, steer_rows
 from inference.engine.stream_options import StreamOptions, check_capture_layers, decode_options, read_host_id
@@ -29,7 +30,8 @@ class StreamRequest:
     """One request that captures or steers, from its first step until the scheduler says that it finished."""
 
     options: StreamOptions
-    writer: RowWriter | None
+    writer: RowWriter | LocalRowWriter | None
+    directions: torch.Tensor | None = None
     vectors: list[PlacedVector] = field(default_factory=list)
     is_faulty: bool = False
     rows_done: int = 0
@@ -56,13 +58,20 @@ class PlacedRequest:
 
 @dataclass
 class StepPlan:
-    """What one forward has to do."""
+    """What one forward has to do.
+
+    Where all captures of the step go into memory of this process, `straight` has for each layer the rows of the step
+    and the memory they belong in. Else `rows`, in all `n_rows`, are staged, projected onto `directions` where there
+    are any.
+    """
 
     captures: list[PlacedRequest]
     steered: dict[int, list[PlacedRequest]]
     layers: list[int]
     rows: slice | torch.Tensor
     n_rows: int
+    straight: dict[int, list[tuple[slice, torch.Tensor]]] | None = None
+    directions: torch.Tensor | None = None
 
 
 class ResidualStream:
@@ -83,7 +92,9 @@ class ResidualStream:
         self._plan: StepPlan | None = None
         self._in_flight = False
         self._preemptions = 0
-        self._storage = torch.empty(0, dtype=dtype, device=device)
+        self._host_bytes = 0
+        self._directions: dict[str, torch.Tensor] = {}
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device)
         self._group: list[int] = []
         self._group_size = 1
 
@@ -167,13 +178,29 @@ class ResidualStream:
     # What tests and the start ask ------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, int]:
-        """Count what is held: requests, bytes of steering tensors and of the stage; and preemptions since the start."""
+        """Count what is held: requests, bytes of steering tensors and of the stage; and, since the start, preemptions.
+
+        `host_bytes` are the captured bytes that left the device for the host's memory, since the start too.
+        """
         return {
             "requests": len(self._requests),
             "steering_bytes": self._tensors.nbytes,
             "stage_bytes": self._storage.nbytes,
             "preemptions": self._preemptions,
+            "host_bytes": self._host_bytes,
         }
+
+    def keep_directions(self, name: str, content: bytes) -> None:
+        """Keep directions, float32 [directions, hidden] of any length but zero, for captures that name them."""
+        directions = torch.frombuffer(bytearray(content), dtype=torch.float32).view(-1, self.hidden_size)
+        # In float64, because a direction's square may be past float32, and a component far below both its factors.
+        exact = directions.to(self.device, torch.float64)
+        exact = exact / torch.linalg.vector_norm(exact, dim=1, keepdim=True)
+        self._directions[name] = exact.T.contiguous()
+
+    def forget_directions(self, name: str) -> None:
+        """Drop directions that no capture will name again."""
+        self._directions.pop(name, None)
 
     @property
     def host(self) -> str:
@@ -198,7 +225,7 @@ class ResidualStream:
             parameters.temperature = options.temperature
         is_local = options.host == self._host
         try:
-            writer = RowWriter(options.path) if options.path and is_local else None
+            writer = open_rows(options.path) if options.path and is_local else None
         except (OSError, ValueError):
             # Its front aborted it before its first step; one that still waits sees that nobody took the options up.
             return
@@ -214,8 +241,13 @@ class ResidualStream:
         check_capture_layers(options.capture_layers, n_layers=self.n_layers)
         if (options.capture_layers or options.steering) and self.kind is None:
             raise ValueError("which tensor is the residual stream is not known yet")
+        if options.projection:
+            request.directions = self._directions.get(options.projection)
+            if request.directions is None:
+                raise ValueError("the directions to project onto are not known")
         if request.writer is not None:
-            row_bytes = len(options.capture_layers) * self.hidden_size * self.dtype.itemsize
+            columns, dtype = self._row_format(request.directions)
+            row_bytes = len(options.capture_layers) * columns * dtype.itemsize
             if request.writer.row_bytes != row_bytes:
                 raise ValueError(f"rows of {request.writer.row_bytes} bytes where {row_bytes} are needed")
         request.vectors = [
@@ -244,6 +276,10 @@ class ResidualStream:
             for layer in layers.union(*(vector.layers for vector in one.request.vectors)):
                 steered.setdefault(layer, []).append(one)
         captures = [one for one in placed if one.request.options.capture_layers] if self._rank == 0 else []
+        for one in captures:
+            if one.request.directions is not captures[0].request.directions:
+                one.request.mark_fault(ValueError("a step projects onto one set of directions at most"))
+        captures = [one for one in captures if not one.request.is_faulty]
         if not captures and not steered:
             return None
         layers_to_stage = sorted({layer for one in captures for layer in one.request.options.capture_layers})
@@ -253,9 +289,37 @@ class ResidualStream:
         else:
             rows = torch.cat([torch.arange(one.row, one.row + one.count) for one in captures] or [torch.empty(0)])
             rows = rows.to(self.device)
-        row_bytes = max(1, n_rows * self.hidden_size * self.dtype.itemsize)
-        self._group_size = max(1, min(len(layers_to_stage), STAGE_BYTES // row_bytes))
-        return StepPlan(captures, steered, layers_to_stage, rows, n_rows)
+        plan = StepPlan(captures, steered, layers_to_stage, rows, n_rows)
+        if captures:
+            plan.directions = captures[0].request.directions
+            plan.straight = self._go_straight(captures, layers_to_stage)
+        columns, dtype = self._row_format(plan.directions)
+        self._group_size = max(1, min(len(layers_to_stage), STAGE_BYTES // max(1, n_rows * columns * dtype.itemsize)))
+        return plan
+
+    def _row_format(self, directions: torch.Tensor | None) -> tuple[int, torch.dtype]:
+        """How many values stand in a captured row of one layer, and of which dtype."""
+        return (self.hidden_size, self.dtype) if directions is None else (directions.shape[1], torch.float32)
+
+    def _go_straight(
+        self, captures: list[PlacedRequest], layers: list[int]
+    ) -> dict[int, list[tuple[slice, torch.Tensor]]] | None:
+        """Where each row belongs in memory of this process; None where a copy has to be staged first."""
+        straight: dict[int, list[tuple[slice, torch.Tensor]]] = {layer: [] for layer in layers}
+        for one in captures:
+            writer, options = one.request.writer, one.request.options
+            if (
+                self.device.type != "cpu"
+                or one.request.directions is not None
+                or not isinstance(writer, LocalRowWriter)
+            ):
+                return None
+            end = one.position + one.count
+            if end > writer.tensor.shape[1]:
+                return None  # staging says whose fault it is
+            for column, layer in enumerate(options.capture_layers):
+                straight[layer].append((slice(one.row, one.row + one.count), writer.tensor[column, one.position : end]))
+        return straight
 
     def _steer(self, placed: PlacedRequest, layer: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         rows = slice(placed.row, placed.row + placed.count)
@@ -279,26 +343,35 @@ class ResidualStream:
             residual[touched] = rounded
 
     def _stage(self, plan: StepPlan, layer: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
+        summed = second if self.kind == "sum" else None
+        if plan.straight is not None:
+            for rows, into in plan.straight[layer]:
+                _put_stream(first, summed, rows, into)
+                self._host_bytes += into.nbytes
+            return
         if len(self._group) == self._group_size:
             self._flush(plan)
         self._group.append(layer)
         slot = self._stage_view(plan)[:, len(self._group) - 1]
-        if self.kind == "sum" and second is not None:
-            torch.add(first[plan.rows], second[plan.rows], out=slot)
+        if plan.directions is None:
+            _put_stream(first, summed, plan.rows, slot)
         else:
-            slot.copy_(first[plan.rows])
+            stream = first[plan.rows] if summed is None else first[plan.rows] + summed[plan.rows]
+            slot.copy_(stream.double() @ plan.directions)
 
     def _stage_view(self, plan: StepPlan) -> torch.Tensor:
-        needed = plan.n_rows * self._group_size * self.hidden_size
+        columns, dtype = self._row_format(plan.directions)
+        needed = plan.n_rows * self._group_size * columns * dtype.itemsize
         if self._storage.numel() < needed:
-            self._storage = torch.empty(needed, dtype=self.dtype, device=self.device)
-        return self._storage[:needed].view(plan.n_rows, self._group_size, self.hidden_size)
+            self._storage = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        return self._storage[:needed].view(dtype).view(plan.n_rows, self._group_size, columns)
 
     def _flush(self, plan: StepPlan) -> None:
         group, self._group = self._group, []
         if not group:
             return
         staged = self._stage_view(plan)[:, : len(group)].cpu()
+        self._host_bytes += staged.nbytes
         offset = 0
         for placed in plan.captures:
             rows = staged[offset : offset + placed.count]
@@ -312,7 +385,7 @@ class ResidualStream:
 
 
 def _write_rows(placed: PlacedRequest, rows: torch.Tensor, group: list[int]) -> None:
-    """Write [rows, group, hidden] where this request's positions and layers belong in its file."""
+    """Write [rows, group, columns] where this request's positions and layers belong."""
     request, writer = placed.request, placed.request.writer
     if writer is None:
         return
@@ -324,15 +397,17 @@ def _write_rows(placed: PlacedRequest, rows: torch.Tensor, group: list[int]) -> 
         return
     if present != group:
         rows = rows[:, [group.index(layer) for layer in present]]
-    content = rows.contiguous().view(torch.uint8).numpy()
-    start = placed.position * writer.row_bytes
-    if len(present) == len(wanted):
-        writer.write(start, content)
-        return
-    layer_bytes = writer.row_bytes // len(wanted)
-    column = wanted.index(present[0]) * layer_bytes
-    for index in range(placed.count):
-        writer.write(start + index * writer.row_bytes + column, content[index])
+    first = wanted.index(present[0])
+    writer.write_rows(placed.position, range(first, first + len(present)), rows)
+
+
+def _put_stream(
+    first: torch.Tensor, second: torch.Tensor | None, rows: slice | torch.Tensor, into: torch.Tensor
+) -> None:
+    if second is None:
+        into.copy_(first[rows])
+    else:
+        torch.add(first[rows], second[rows], out=into)
 
 
 def cumulate(counts: Sequence[int]) -> list[int]:

@@ -12,12 +12,13 @@ import os
 import struct
 import tempfile
 import uuid
-from collections.abc import Buffer
+from collections.abc import Buffer, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import psutil
+import torch
 
 _MAGIC = b"ACSROWS1"
 _HEADER_BYTES = 4096
@@ -74,13 +75,13 @@ class RowFile:
         (rows,) = _COUNT.unpack_from(self._header, _ROWS_DONE_AT)
         return int(rows)
 
-    def read(self, *, rows: int, layers: int, hidden: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-        """Copy the first `rows` rows out as [layers, rows, hidden]. Ask `rows_done` first."""
+    def read(self, *, rows: int, layers: int, columns: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        """Copy the first `rows` rows out as [layers, rows, columns]. Ask `rows_done` first."""
         if rows * self._row_bytes == 0:
-            return np.empty((layers, rows, hidden), dtype)
+            return np.empty((layers, rows, columns), dtype)
         with mmap.mmap(self._descriptor, _HEADER_BYTES + rows * self._row_bytes, prot=mmap.PROT_READ) as mapped:
-            view = np.frombuffer(mapped, dtype, count=rows * layers * hidden, offset=_HEADER_BYTES)
-            array = view.reshape(rows, layers, hidden).transpose(1, 0, 2).copy()
+            view = np.frombuffer(mapped, dtype, count=rows * layers * columns, offset=_HEADER_BYTES)
+            array = view.reshape(rows, layers, columns).transpose(1, 0, 2).copy()
             del view
         return array
 
@@ -159,6 +160,20 @@ class RowWriter:
             written = os.pwrite(self._descriptor, view, _HEADER_BYTES + offset)
             view = view[written:]
             offset += written
+
+    def write_rows(self, position: int, columns: Sequence[int], rows: torch.Tensor) -> None:
+        """Write `rows` [count, len(columns), values] of the layers at `columns`, of all that the file has room for.
+
+        They are those of the positions from `position` on.
+        """
+        content = rows.contiguous().view(torch.uint8).numpy()
+        start = position * self.row_bytes
+        if content[:1].nbytes == self.row_bytes:
+            self.write(start, content)
+            return
+        column = columns[0] * content[0, 0].nbytes
+        for index in range(len(rows)):
+            self.write(start + index * self.row_bytes + column, content[index])
 
     def set_rows_done(self, rows: int) -> None:
         """Say that the rows of positions 0 to `rows` - 1 are there."""

@@ -25,7 +25,8 @@ class StreamOptions(msgspec.Struct, frozen=True, array_like=True):
 
     `path` and `host` name its row file, both empty when it has none (nothing captured, nothing steered). `max_rows`
     bounds the positions that can go through the model. `temperature` and `logprob_token_ids` are what vLLM's own
-    parameters cannot say.
+    parameters cannot say. `projection` names directions that the worker keeps: rows are then float32 components along
+    them.
     """
 
     path: str = ""
@@ -36,6 +37,7 @@ class StreamOptions(msgspec.Struct, frozen=True, array_like=True):
     temperature: float | None = None
     top_logprobs: int = 0
     logprob_token_ids: tuple[int, ...] = ()
+    projection: str = ""
 
 
 _DECODER = msgspec.msgpack.Decoder(StreamOptions)

@@ -93,6 +93,7 @@ class ResidualStreamWorker(PlatformWorker):
         """Say what this rank serves and holds."""
         return {
             "rank": self.rank,
+            "pid": os.getpid(),
             "host": self.stream.host,
             "n_layers": self.stream.n_layers,
             "hidden_size": self.stream.hidden_size,
@@ -100,6 +101,14 @@ class ResidualStreamWorker(PlatformWorker):
             "runner": "v2" if self.use_v2_model_runner else "v1",
             **self.stream.describe(),
         }
+
+    def keep_directions(self, name: str, content: bytes) -> None:
+        """Keep directions for captures that name them; see `ResidualStream.keep_directions`."""
+        self.stream.keep_directions(name, content)
+
+    def forget_directions(self, name: str) -> None:
+        """Drop directions."""
+        self.stream.forget_directions(name)
 
     def arm_stream_check(self) -> None:
         """Watch the next forward to see which tensor is the residual stream."""

@@ -1,185 +1,260 @@
-"""How fast a harvest is beside plain prefill: the same engine, prompts and layers, taking turns in one process."""
+"""How fast a harvest is beside plain prefill: one model, the same prompts and layers, every way taking its turn.
 
-import itertools
+Each way has a process of its own, which is stopped (SIGSTOP) while another has its turn: an engine's waiting threads
+spin, and would slow the others down.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 from django.conf import settings
-from django.core.management.base import CommandError
 
-from accounts.models import User
-from accounts.services import create_user
-from acsinfra.core.leases import claim_next
-from acsinfra.core.storage import storage_from_url
-from harvest.models import HarvestJob
-from harvest.services import HarvestPlan, submit_harvest
-from inference.models import BaseModel, CheckpointFiles
-from inference.services import engine_options
+from acsinfra.quickstart.embedded import EmbeddedPostgres
+from acsinfra.quickstart.supervisor import PROJECT, Supervisor
+from tests.benchmarks.figures import median_ratio
+from tests.benchmarks.harvest_peers import PeersUnavailable, build_peers
+from tests.benchmarks.parts import BenchFailed
 
-if TYPE_CHECKING:
-    from inference.engine.harvest import HarvestEngine
-
-TEXTS = Path(settings.BASE_DIR) / "acsinfra" / "quickstart" / "texts.txt"
-WINDOW_TOKENS = 8_192
+BATCH_SIZES: Final = (8, 16, 32)
+LOG_TAIL_BYTES: Final = 4_000
+Say = Callable[[str], None]
 
 
-def measure(*, model_name: str, n_prompts: int, rounds: int, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Return tokens/s of plain prefill, of the capture alone and of whole jobs into a folder: medians and ratios.
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `layers` None: the quartiles. `is_quick` leaves out what has to compile."""
 
-    Each round runs the three, one after the other. Makes a User and a Base model of its own, and deletes them.
-    """
-    model = BaseModel.objects.select_related("files").filter(name=model_name).first()
-    if model is None:
-        raise CommandError(f"There is no Base model {model_name!r}.")
-    engine = _load(model)
-    from inference.engine.harvest import HarvestEngine
+    source: str
+    dtype: str
+    n_prompts: int
+    rounds: int
+    layers: tuple[int, ...] | None = None
+    is_quick: bool = False
+    has_peers: bool = False
 
-    assert isinstance(engine, HarvestEngine)
-    user = create_user(username=f"bench-{uuid.uuid4().hex[:8]}", email=f"{uuid.uuid4().hex}@example.org", password=None)
-    own = _copy_of(model)
-    prompts = _prompts(n_prompts)
-    chosen = sorted({model.n_layers // 4, model.n_layers // 2, 3 * model.n_layers // 4} if layers is None else layers)
-    token_ids = _tokenise(model, prompts)
-    n_tokens = sum(map(len, token_ids))
-    ways: dict[str, Callable[[], object]] = {
-        "prefill": lambda: _prefill(engine, token_ids),
-        "capture": lambda: sum(1 for _ in engine.capture(enumerate(token_ids), chosen, window_tokens=WINDOW_TOKENS)),
-        "end_to_end": lambda: _run_job(engine, user=user, model=own, prompts=prompts, layers=chosen),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+
+class Way:
+    """A process that goes its ways when asked, and sleeps in between."""
+
+    def __init__(self, name: str, command: Sequence[str], *, env: dict[str, str], logs: Path) -> None:
+        self._name, self._log = name, logs / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                cwd=PROJECT,
+                env={key: value for key, value in env.items() if key != "PYTHONDONTWRITEBYTECODE"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def hear(self) -> dict[str, Any]:
+        """What it says next; it sleeps then. Raises BenchFailed."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+            raise BenchFailed(f"{self._name} ended by itself:\n{tail}")
+        self._signal(signal.SIGSTOP)
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def ask(self, **question: object) -> dict[str, Any]:
+        """Wake it for one turn."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        return self.hear()
+
+    def end(self) -> None:
+        """End it and its children."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+@dataclass
+class Turns:
+    """Seconds of each measured way, round by round; and why a way was not measured."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def ratio(self, ours: str, theirs: str) -> float | None:
+        """How many times as fast `ours` is as `theirs`, the median of the rounds."""
+        if ours not in self.seconds or theirs not in self.seconds:
+            return None
+        return round(median_ratio(self.seconds[theirs], self.seconds[ours]), 3)
+
+
+def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
+    """Start every way with a database of this benchmark's own, take turns, and return medians and ratios."""
+    with contextlib.ExitStack() as closing:
+        home = Path(tempfile.mkdtemp(prefix="acs-bench-"))
+        closing.callback(shutil.rmtree, home, ignore_errors=True)
+        env = closing.enter_context(_stack(home))
+        logs = home / "logs"
+        logs.mkdir(exist_ok=True)
+
+        def start(name: str, *command: str, python: str = sys.executable) -> tuple[Way, dict[str, Any]]:
+            say(f"starting {name}")
+            way = Way(name, [python, *command], env=env, logs=logs)
+            closing.callback(way.end)
+            return way, way.hear()
+
+        tokens_file = str(home / "tokens.json")
+        engine = "-m", "tests.benchmarks.harvest_engine", plan.source, plan.dtype, str(plan.n_prompts)
+        eager, facts = start("eager", *engine, "eager", tokens_file)
+        chosen = plan.layers or _quartiles(facts["n_layers"])
+        every = tuple(range(facts["n_layers"]))
+        turns = Turns()
+        ways: dict[str, Callable[[], dict[str, Any]]] = {
+            "prefill": lambda: eager.ask(way="prefill", layers=[]),
+            "capture": lambda: eager.ask(way="capture", layers=chosen),
+            "end_to_end": lambda: eager.ask(way="end_to_end", layers=chosen),
+            "all_layers_capture": lambda: eager.ask(way="capture", layers=every),
+            "all_layers": lambda: eager.ask(way="end_to_end", layers=every),
+        }
+        checkpoint = facts["checkpoint"], facts["dtype"], tokens_file
+        hf, _ = start("huggingface", "-m", "tests.benchmarks.harvest_huggingface", *checkpoint)
+        best = _best_batch_size(hf, chosen, n_prompts=min(plan.n_prompts, 32), say=say)
+        ways["huggingface"] = lambda: hf.ask(batch_size=best, layers=chosen, prompts=plan.n_prompts)
+        compiled_facts: dict[str, Any] = {}
+        if plan.is_quick:
+            turns.missing["compiled"] = "--quick leaves it out: compiling takes a minute or more"
+        else:
+            compiled, compiled_facts = start("compiled", *engine, "compiled", str(home / "compiled-tokens.json"))
+            ways["compiled_prefill"] = lambda: compiled.ask(way="prefill", layers=[])
+            ways["compiled_end_to_end"] = lambda: compiled.ask(way="end_to_end", layers=chosen)
+            ways["compiled_all_layers"] = lambda: compiled.ask(way="end_to_end", layers=every)
+        if plan.has_peers:
+            try:
+                python = build_peers(settings.HOME / "peers", say=say)
+                script = str(PROJECT / "tests" / "benchmarks" / "harvest_vllm_lens.py")
+                lens, _ = start("vllm-lens", script, *checkpoint, python=python)
+                ways["vllm_lens"] = lambda: lens.ask(layers=chosen)
+            except (PeersUnavailable, BenchFailed) as error:
+                turns.missing["vllm_lens"] = str(error)
+        else:
+            turns.missing["vllm_lens"] = "--peers builds its environment and measures it"
+        _take_turns(ways, turns, rounds=plan.rounds, say=say)
+    return _figures(plan, facts, compiled_facts, turns, chosen=chosen, best=best)
+
+
+def _quartiles(n_layers: int) -> tuple[int, ...]:
+    return tuple(sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4}))
+
+
+@contextlib.contextmanager
+def _stack(home: Path) -> Iterator[dict[str, str]]:
+    """The environment of processes with an embedded PostgreSQL, migrated."""
+    supervisor = Supervisor(home)
     try:
-        for number in range(rounds + 1):
-            for name, way in ways.items():
-                started = time.perf_counter()
-                way()
-                if number:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - started)
+        postgres = EmbeddedPostgres(supervisor)
+        postgres.start()
+        env = {
+            **os.environ,
+            "ACSINFRA_HOME": str(home),
+            # What is compiled stays with the models, for the next start.
+            "MODELS_CACHE": str(settings.MODELS_CACHE),
+            "ENGINE_CACHE": str(settings.ENGINE_CACHE),
+            "DATABASE_URL": postgres.create_database("bench"),
+            "STORAGE_URL": (home / "files").as_uri(),
+            "SECRET_KEY": secrets.token_urlsafe(50),
+            "ALLOWED_HOSTS": "127.0.0.1",
+            "ALLOW_PLAIN_HTTP": "true",
+            "MONTHLY_TOKENS": "1000000000000",
+            "HARVESTS_UNFINISHED": "1000000",
+        }
+        command = [sys.executable, "manage.py", "migrate", "--verbosity", "0"]
+        migrated = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, check=False)
+        if migrated.returncode:
+            raise BenchFailed(f"The database can't be made:\n{migrated.stderr[-LOG_TAIL_BYTES:]}")
+        yield env
     finally:
-        own.delete()
-        user.delete()
-        engine.shutdown()
-    medians = {name: n_tokens / statistics.median(of) for name, of in seconds.items()}
-    per_round = {
-        f"{name}_over_prefill": statistics.median(
-            plain / other for plain, other in zip(seconds["prefill"], seconds[name], strict=True)
-        )
-        for name in ("capture", "end_to_end")
+        supervisor.close()
+
+
+def _best_batch_size(hf: Way, layers: Sequence[int], *, n_prompts: int, say: Say) -> int:
+    """The batch size at which HuggingFace is fastest, looked for once."""
+    hf.ask(batch_size=BATCH_SIZES[0], layers=layers, prompts=BATCH_SIZES[0])  # warms up
+    seconds = {
+        size: hf.ask(batch_size=size, layers=layers, prompts=n_prompts)["seconds"]
+        for size in BATCH_SIZES
+        if size <= n_prompts
+    }
+    best = min(seconds, key=lambda size: seconds[size])
+    say(f"HuggingFace is fastest at batches of {best}")
+    return best
+
+
+def _take_turns(ways: dict[str, Callable[[], dict[str, Any]]], turns: Turns, *, rounds: int, say: Say) -> None:
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            answer = way()
+            if number:  # the first round warms up
+                turns.seconds.setdefault(name, []).append(answer["seconds"])
+                turns.last[name] = answer
+                say(f"round {number} of {rounds}: {name} {answer['seconds']:.2f} s")
+
+
+def _figures(
+    plan: Plan,
+    facts: dict[str, Any],
+    compiled: dict[str, Any],
+    turns: Turns,
+    *,
+    chosen: Sequence[int],
+    best: int,
+) -> dict[str, Any]:
+    tokens = facts["tokens"]
+    ratios = {
+        "end_to_end_over_prefill": ("end_to_end", "prefill"),
+        "capture_over_prefill": ("capture", "prefill"),
+        "all_layers_over_prefill": ("all_layers", "prefill"),
+        "all_layers_capture_over_prefill": ("all_layers_capture", "prefill"),
+        "over_huggingface": ("end_to_end", "huggingface"),
+        "over_vllm_lens": ("end_to_end", "vllm_lens"),
+        "compiled_end_to_end_over_prefill": ("compiled_end_to_end", "prefill"),
+        "compiled_end_to_end_over_compiled_prefill": ("compiled_end_to_end", "compiled_prefill"),
+        "compiled_all_layers_over_prefill": ("compiled_all_layers", "prefill"),
     }
     return {
-        "model": model_name,
-        "prompts": n_prompts,
-        "tokens": n_tokens,
-        "layers": chosen,
-        "rounds": rounds,
-        "tokens_per_s": {name: round(value) for name, value in medians.items()},
-        "ratios": {name: round(value, 3) for name, value in per_round.items()},
+        "model": facts["served_model_name"],
+        "dtype": facts["dtype"],
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),
+        "prompts": plan.n_prompts,
+        "tokens": tokens,
+        "layers": list(chosen),
+        "rounds": plan.rounds,
+        "huggingface_batch_size": best,
+        "load_s": {"eager": facts["load_s"], "compiled": compiled.get("load_s")},
+        "tokens_per_s": {name: round(tokens / statistics.median(of), 1) for name, of in turns.seconds.items()},
+        "seconds": {name: [round(second, 3) for second in of] for name, of in turns.seconds.items()},
+        "timings": {name: last["timings"] for name, last in turns.last.items() if last.get("timings")},
+        "ratios": {name: turns.ratio(*of) for name, of in ratios.items()},
+        "not_measured": turns.missing,
     }
-
-
-def _load(model: BaseModel) -> "HarvestEngine":
-    from inference.engine.checkpoint import resolve_source
-    from inference.engine.environment import prepare_environment
-
-    checkpoint = str(resolve_source(model.source, cache_dir=settings.MODELS_CACHE, revision=model.revision or None))
-    prepare_environment(checkpoint=checkpoint, tensor_parallel_size=model.tensor_parallel_size, shares_machine=False)
-    from inference.engine.harvest import HarvestEngine
-
-    return HarvestEngine.start(engine_options(model=model, checkpoint=checkpoint), name="bench-harvest")
-
-
-def _copy_of(model: BaseModel) -> BaseModel:
-    """A Base model of this benchmark's own, so that no runner takes its jobs."""
-    files = model.files
-    copy = BaseModel.objects.get(pk=model.pk)
-    copy.pk = None
-    copy.name = f"bench-{uuid.uuid4().hex[:8]}"
-    copy.save(force_insert=True)
-    CheckpointFiles.objects.create(
-        base_model=copy, config=files.config, tokenizer_zstd=files.tokenizer_zstd, sha256=files.sha256
-    )
-    return BaseModel.objects.select_related("files").get(pk=copy.pk)
-
-
-def _prompts(count: int) -> list[str]:
-    texts = [text.strip() for text in TEXTS.read_text().split("\n\n") if text.strip()]
-    # Ragged on purpose: whole texts and their beginnings.
-    return [text[: len(text) * (1 + i % 4) // 4] for i, text in zip(range(count), itertools.cycle(texts), strict=False)]
-
-
-def _tokenise(model: BaseModel, prompts: list[str]) -> list[list[int]]:
-    from harvest.runner.corpus import load_tokenizer, tokenise
-
-    tokenised = tokenise(
-        prompts,
-        tokenizer=load_tokenizer(bytes(model.files.tokenizer_zstd)),
-        add_special_tokens=True,
-        tokens_at_most=model.effective_max_model_len - 1,
-    )
-    return [prompt.token_ids.tolist() for prompt in tokenised]
-
-
-def _prefill(engine: "HarvestEngine", token_ids: Sequence[Sequence[int]]) -> None:
-    """Read the prompts without capture, as many in flight as a harvest has, past the prefix cache as a harvest is."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    llm, tokens_in_flight, in_flight = engine._llm, 0, {}
-    waiting = iter(enumerate(token_ids))
-    run = uuid.uuid4().hex
-    while True:
-        while tokens_in_flight < WINDOW_TOKENS and (following := next(waiting, None)) is not None:
-            name = f"{run}-{following[0]}"
-            prompt = TokensPrompt(prompt_token_ids=list(following[1]), cache_salt=name)
-            llm.add_request(name, prompt, SamplingParams(max_tokens=1, temperature=0, detokenize=False))
-            in_flight[name] = len(following[1])
-            tokens_in_flight += len(following[1])
-        if not in_flight:
-            return
-        for output in llm.step():
-            if output.finished:
-                tokens_in_flight -= in_flight.pop(output.request_id)
-
-
-def _run_job(
-    engine: "HarvestEngine", *, user: User, model: BaseModel, prompts: list[str], layers: Sequence[int]
-) -> None:
-    """Submit a job, claim it and run it to its manifest, as a runner does, into a temporary folder."""
-    from harvest.runner.lease_keeper import LeaseKeeper
-    from harvest.runner.run import HarvestRun
-    from harvest.runner.stopwatch import Stopwatch
-
-    plan = HarvestPlan(
-        base_model_id=model.pk,
-        model=model.name,
-        prompts=prompts,
-        layers=tuple(layers),
-        shard_size=32,
-        batch_size=None,
-        add_special_tokens=True,
-        directions=None,
-        reserved_tokens=sum(len(prompt.encode()) + 1 for prompt in prompts),
-        bytes_at_most=0,
-    )
-    submit_harvest(user=user, api_key=None, plan=plan)
-    owner = uuid.uuid4()
-    job = claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=settings.LEASE)
-    assert job is not None
-    keeper = LeaseKeeper(job_id=job.pk, owner=owner, is_stopping=lambda: False)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            HarvestRun(
-                job=job,
-                owner=owner,
-                model=model,
-                storage=storage_from_url(Path(folder).as_uri()),
-                get_engine=lambda: engine,
-                keeper=keeper,
-                watch=Stopwatch(),
-            ).run()
-    finally:
-        keeper.end()

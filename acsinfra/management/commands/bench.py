@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from acsinfra.quickstart.home import StartRefused, check_engine_library
+from acsinfra.quickstart.home import SMALL_MODEL, StartRefused, check_engine_library
 from acsinfra.quickstart.start import Stopped, signals_stop
 from acsinfra.quickstart.supervisor import ChildFailed
 
@@ -19,7 +19,7 @@ class Command(BaseCommand):
     """Benchmarks are commands, not tests: they print figures and assert nothing of them."""
 
     help = "Measure: the API beside the bare engine, `harvest` beside plain prefill, Holds a second."
-    # `bench api` brings its own database.
+    # `bench api` and `bench harvest` bring their own database.
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -32,11 +32,18 @@ class Command(BaseCommand):
         api.add_argument("--source", help="the checkpoint, as addmodel takes it (default: a tiny random model)")
         api.add_argument("--dtype", default="auto", help="of --source (default %(default)s)")
         api.add_argument("--max-num-seqs", type=int, default=64, help="of both engines (default %(default)s)")
-        harvest = what.add_parser("harvest", help="tokens/s of plain prefill, of the capture, and of jobs into files")
-        harvest.add_argument("model", help="the name of a Base model")
-        harvest.add_argument("--prompts", type=int, default=200)
-        harvest.add_argument("--rounds", type=int, default=5)
-        harvest.add_argument("--layers", help='such as 8,16,24, or "all"; left out: the quartiles')
+        harvest = what.add_parser(
+            "harvest", help="tokens/s of plain prefill, of the capture, of jobs into files, of peers"
+        )
+        harvest.add_argument("--source", default=SMALL_MODEL["source"], help="as addmodel takes it (%(default)s)")
+        harvest.add_argument("--dtype", default="auto", help="such as bfloat16 or float32 (default: the checkpoint's)")
+        harvest.add_argument("--prompts", type=int, default=200, help="ragged, 54 tokens each (default %(default)s)")
+        harvest.add_argument("--rounds", type=int, default=5, help="of every way in turn (default %(default)s)")
+        harvest.add_argument("--layers", help="such as 8,16,24; left out: the quartiles. All are measured besides")
+        harvest.add_argument("--quick", action="store_true", help="24 prompts, 3 rounds, nothing compiled")
+        harvest.add_argument(
+            "--peers", action="store_true", help="build an environment for vllm-lens and measure it too: gigabytes"
+        )
         holds = what.add_parser("holds", help="Holds taken and settled a second, in the configured database")
         holds.add_argument("--seconds", type=float, default=3.0, help="how long each round takes")
         holds.add_argument("--at-once", type=int, nargs="+", default=[1, 64])
@@ -74,22 +81,33 @@ def _api(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    from inference.models import BaseModel
-    from tests.benchmarks import harvest
+    from tests.benchmarks import harvest, harvest_report
+    from tests.benchmarks.parts import BenchFailed
 
     layers = options["layers"]
-    if layers == "all":
-        layers = range(BaseModel.objects.get(name=options["model"]).n_layers)
-    elif layers is not None:
-        layers = [int(layer) for layer in layers.split(",")]
-    figures = harvest.measure(
-        model_name=options["model"], n_prompts=options["prompts"], rounds=options["rounds"], layers=layers
+    plan = harvest.Plan(
+        source=options["source"],
+        dtype=options["dtype"],
+        n_prompts=min(options["prompts"], 24) if options["quick"] else options["prompts"],
+        rounds=min(options["rounds"], 3) if options["quick"] else options["rounds"],
+        layers=None if layers is None else tuple(sorted({int(layer) for layer in layers.split(",")})),
+        is_quick=options["quick"],
+        has_peers=options["peers"],
     )
-    lines = [f"{figures['prompts']} prompts, {figures['tokens']} tokens, layers {figures['layers']}"]
-    for name, value in figures["tokens_per_s"].items():
-        ratio = figures["ratios"].get(f"{name}_over_prefill", 1.0)
-        lines.append(f"{name:12} {value:8} tokens/s  {ratio:.3f} of prefill")
-    return figures, "\n".join(lines)
+    with signals_stop():
+        try:
+            check_engine_library()
+            figures = harvest.measure(plan, say=_say)
+        except (BenchFailed, ChildFailed, StartRefused) as error:
+            raise CommandError(str(error)) from error
+        except Stopped as stopped:
+            sys.exit(128 + stopped.number)
+    return figures, harvest_report.table(figures)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _holds(options: dict[str, Any]) -> tuple[dict[str, Any], str]:

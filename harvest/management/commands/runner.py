@@ -52,6 +52,7 @@ class Command(BaseCommand):
             checkpoint=str(checkpoint),
             tensor_parallel_size=model.tensor_parallel_size,
             shares_machine=not options["whole_machine"],
+            compile_cache=settings.ENGINE_CACHE,
         )
 
         from harvest.runner.worker import run

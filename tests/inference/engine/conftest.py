@@ -17,6 +17,7 @@ from tests.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from inference.engine.activations import CapturedActivations
+    from inference.engine.harvest import HarvestEngine
     from inference.wire import EngineDelta
 
 # One token of the tiny model's cache: 4 layers of keys and values, 64 float32 each.
@@ -126,3 +127,23 @@ def cramped(tiny_float32: Path) -> Iterator[EngineThread]:
     )
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="package")
+def harvest(tiny_float32: Path) -> Iterator["HarvestEngine"]:
+    """Return a harvest engine in this process, with chunks of 128 tokens and a cache for three long prompts."""
+    prepare_once()
+    from inference.engine.harvest import HarvestEngine
+
+    engine = HarvestEngine.start(
+        EngineOptions(
+            checkpoint=str(tiny_float32),
+            dtype="float32",
+            kv_cache_bytes=48 * BLOCK_TOKENS * CACHE_BYTES_PER_TOKEN,
+            max_num_seqs=32,
+            extra_args={"max_num_batched_tokens": 128},
+        ),
+        name="tests-harvest",
+    )
+    yield engine
+    engine.shutdown()

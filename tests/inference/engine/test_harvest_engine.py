@@ -1,41 +1,18 @@
 """The runner's engine: prompts in, residual streams out, with a bounded window."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import RequestFault
-from inference.wire import EngineOptions
-from tests.inference.engine import conftest
 from tests.inference.engine.reference import ReferenceModel
 from tests.inference.engine.requests import ALL_LAYERS, assert_same_stream, make_prompt
 
 if TYPE_CHECKING:
     from inference.engine.harvest import HarvestEngine
-
-
-@pytest.fixture(scope="module")
-def harvest(tiny_float32: Path) -> Iterator["HarvestEngine"]:
-    """Return a harvest engine in this process, with chunks of 128 tokens and a cache for three long prompts."""
-    conftest.prepare_once()
-    from inference.engine.harvest import HarvestEngine
-
-    engine = HarvestEngine.start(
-        EngineOptions(
-            checkpoint=str(tiny_float32),
-            dtype="float32",
-            kv_cache_bytes=48 * conftest.BLOCK_TOKENS * conftest.CACHE_BYTES_PER_TOKEN,
-            max_num_seqs=32,
-            extra_args={"max_num_batched_tokens": 128},
-        ),
-        name="tests-harvest",
-    )
-    yield engine
-    engine.shutdown()
 
 
 def test_every_prompt_comes_back_with_its_index_and_its_stream(
@@ -55,6 +32,72 @@ def test_some_layers_only(harvest: "HarvestEngine", reference: ReferenceModel) -
     prompt = make_prompt(90)
     (one,) = harvest.capture([(0, prompt)], (1, 3))
     assert_same_stream(one.array.astype(np.float32), reference.read(prompt), layers=(1, 3))
+
+
+def test_the_streams_are_added_into_the_memory_that_the_caller_gives(
+    harvest: "HarvestEngine", reference: ReferenceModel
+) -> None:
+    prompts = [(index, make_prompt(length, seed=index)) for index, length in enumerate([150, 1, 40, 200])]
+    memory = np.full((4 * 400, 64), np.nan, np.float32)
+    places = {0: (0, 150), 1: (600, 1), 2: (604, 40), 3: (800, 200)}
+
+    def place(index: int) -> np.ndarray[Any, np.dtype[np.generic]]:
+        start, rows = places[index]
+        return memory[start : start + 4 * rows].reshape(4, rows, 64)
+
+    for one in harvest.capture(prompts, ALL_LAYERS, place=place):
+        assert np.shares_memory(one.array, memory)
+    for index, token_ids in prompts:
+        assert_same_stream(np.asarray(place(index), np.float32), reference.read(token_ids))
+    written = np.zeros(len(memory), bool)
+    for start, rows in places.values():
+        written[start : start + 4 * rows] = True
+    assert np.isnan(memory[~written]).all(), "nothing else is touched"
+
+
+def test_only_projections_leave_the_device(harvest: "HarvestEngine") -> None:
+    prompts = [(index, make_prompt(length, seed=index)) for index, length in enumerate([1, 130, 60, 300])]
+    layers = (0, 2, 3)
+    tokens = sum(len(token_ids) for _, token_ids in prompts)
+    directions = np.random.default_rng(5).standard_normal((5, 64)).astype(np.float32)
+    # Of any length: the squares of these are past float32, and below it.
+    directions[1] *= np.float32(1e30)
+    directions[2] *= np.float32(1e-30)
+
+    def host_bytes() -> int:
+        (worker,) = harvest.describe_workers()
+        return int(worker["host_bytes"])
+
+    before = host_bytes()
+    whole = {one.index: one.array.astype(np.float64) for one in harvest.capture(prompts, layers)}
+    assert host_bytes() - before == tokens * len(layers) * 64 * 4
+    before = host_bytes()
+    projected = {one.index: one.array for one in harvest.capture(prompts, layers, directions=directions)}
+    assert host_bytes() - before == tokens * len(layers) * len(directions) * 4
+
+    exact = directions.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    for index, _ in prompts:
+        assert projected[index].dtype == np.float32
+        np.testing.assert_allclose(projected[index], whole[index] @ exact.T, rtol=1e-5, atol=1e-6)
+    (worker,) = harvest.describe_workers()
+    assert worker["requests"] == 0
+    (unprojected,) = harvest.capture(prompts[:1], layers)
+    assert unprojected.array.shape == (3, 1, 64)
+
+
+def test_the_engine_goes_on_with_what_it_has_while_no_prompt_can_come(harvest: "HarvestEngine") -> None:
+    finished = 0
+
+    def corpus() -> Iterator[tuple[int, tuple[int, ...]] | None]:
+        for index in range(6):
+            yield index, make_prompt(20 + index)
+            while finished <= index:
+                yield None
+
+    for finished, one in enumerate(harvest.capture(corpus(), (1,)), start=1):
+        assert one.index == finished - 1
+    assert finished == 6
 
 
 def test_the_window_bounds_what_is_pulled(harvest: "HarvestEngine") -> None:

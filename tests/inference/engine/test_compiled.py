@@ -1,0 +1,62 @@
+"""The harvest engine with the tap inside torch.compile's graph: the same streams, from one start."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from inference.wire import EngineOptions
+from tests.inference.engine import conftest
+from tests.inference.engine.reference import ReferenceModel
+from tests.inference.engine.requests import ALL_LAYERS, assert_same_stream, make_prompt
+
+if TYPE_CHECKING:
+    from inference.engine.harvest import HarvestEngine
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny_float32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["HarvestEngine"]:
+    """Return a compiled harvest engine in this process, with chunks of 128 tokens."""
+    conftest.prepare_once()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    from inference.engine.harvest import HarvestEngine
+
+    engine = HarvestEngine.start(
+        EngineOptions(
+            checkpoint=str(tiny_float32),
+            dtype="float32",
+            kv_cache_bytes=48 * conftest.BLOCK_TOKENS * conftest.CACHE_BYTES_PER_TOKEN,
+            max_num_seqs=32,
+            extra_args={"max_num_batched_tokens": 128},
+        ),
+        name="tests-compiled",
+        is_compiled=True,
+    )
+    yield engine
+    engine.shutdown()
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_a_compiled_engine_reads_the_same_streams(compiled: "HarvestEngine", reference: ReferenceModel) -> None:
+    from vllm.compilation.counter import compilation_counter
+
+    assert compilation_counter.num_models_seen > 0, "this engine is compiled"
+    lengths = [1, 2, 511, 64, 33, 128, 300, 7, 200]
+    prompts = [(10 * index, make_prompt(length, seed=index)) for index, length in enumerate(lengths)]
+    for layers in (ALL_LAYERS, (2,)):
+        captured = {one.index: one for one in compiled.capture(prompts, layers)}
+        assert sorted(captured) == [index for index, _ in prompts]
+        for index, token_ids in prompts:
+            assert_same_stream(captured[index].array.astype(np.float32), reference.read(token_ids), layers=layers)
+
+
+def test_a_compiled_engine_projects(compiled: "HarvestEngine") -> None:
+    prompts = [(0, make_prompt(140)), (1, make_prompt(30))]
+    directions = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    whole = {one.index: one.array.astype(np.float64) for one in compiled.capture(prompts, (1, 3))}
+    exact = directions / np.linalg.norm(directions.astype(np.float64), axis=1, keepdims=True)
+    for one in compiled.capture(prompts, (1, 3), directions=directions):
+        np.testing.assert_allclose(one.array, whole[one.index] @ exact.T, rtol=1e-5, atol=1e-6)
