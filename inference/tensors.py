@@ -88,13 +88,13 @@ def decode_tensor(fields: dict[str, Any]) -> Tensor:
         raw = None
     # Python 3.12's strict mode lets surplus padding pass.
     if raw is None or len(fields["data"]) != 4 * -(-len(raw) // 3):
-        raise FieldFault("is not base64.", param="data")
+        raise FieldFault(f"is not base64 of {size:,} bytes, which is what the shape takes.", param="data")
     data = _decompress(raw, size) if fields.get("compression") == "zstd" else raw
     if len(data) != size:
         shape = tuple(fields["shape"])
         raise FieldFault(f"has {len(data):,} bytes, and shape {shape} of {dtype} takes {size:,}.", param="data")
     if not _is_finite(_as_array(data, dtype)):
-        raise FieldFault("holds a value that is not finite.", param="data")
+        raise FieldFault(f"holds a value that is not finite, among its {size:,} bytes.", param="data")
     return Tensor(data, dtype, tuple(fields["shape"]))
 
 
@@ -115,9 +115,9 @@ def _decompress(raw: bytes, size: int) -> bytes:
         frame = decompressor.decompressobj()
         frame.decompress(raw)
     except (zstandard.ZstdError, MemoryError):
-        raise FieldFault("is not zstd.", param="data") from None
+        raise FieldFault(f"is not zstd of the shape's {size:,} bytes.", param="data") from None
     if not frame.eof or frame.unused_data:
-        raise FieldFault("is not one whole zstd frame.", param="data")
+        raise FieldFault(f"is not one whole zstd frame of the shape's {size:,} bytes.", param="data")
     return data
 
 

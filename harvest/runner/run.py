@@ -296,6 +296,6 @@ class HarvestRun:
             raise RunStopped
 
 
-def _directions(content: bytes | None, hidden_size: int) -> npt.NDArray[np.float32] | None:
+def _directions(content: bytes | memoryview | None, hidden_size: int) -> npt.NDArray[np.float32] | None:
     """The job's directions, float32 [directions, hidden], of any length but zero; None when it has none."""
     return np.frombuffer(bytes(content), "<f4").reshape(-1, hidden_size) if content else None

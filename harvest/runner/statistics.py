@@ -5,12 +5,21 @@ Rows are summed up in small blocks of float32, and the blocks are merged in floa
 the mean is large beside the deviation, as naive sums of squares do.
 """
 
+import functools
 from typing import Final, Self
 
 import torch
 from safetensors.torch import load, save
 
 BLOCK_ROWS: Final = 32
+# Fresh memory for every block would cost more than all the sums: the system has to clear it.
+SCRATCH_BYTES: Final = 4 * 1024 * 1024
+
+
+@functools.lru_cache(maxsize=2)
+def _scratch(n_columns: int) -> torch.Tensor:
+    """Memory for a block of some layers: float32 [layers, BLOCK_ROWS, columns]. One thread at a time."""
+    return torch.empty(max(1, SCRATCH_BYTES // (4 * BLOCK_ROWS * n_columns)), BLOCK_ROWS, n_columns)
 
 
 class RunningStatistics:
@@ -28,15 +37,24 @@ class RunningStatistics:
     def add(self, values: torch.Tensor) -> None:
         """Take in the tokens of `values` [layers, tokens, columns], of any floating dtype."""
         for start in range(0, values.shape[1], BLOCK_ROWS):
-            block = values[:, start : start + BLOCK_ROWS].to(torch.float32)
-            self.norm_sum += torch.linalg.vector_norm(block, dim=2).sum(dim=1, dtype=torch.float64)
+            block = values[:, start : start + BLOCK_ROWS]
+            # Any pivot near the mean does: what it lacks stands in the deviations' sum.
+            pivot = self.mean.float() if self.count else block.float().mean(dim=1)
+            lacking, squares = torch.empty_like(pivot), torch.empty_like(pivot)
+            norms = torch.empty(block.shape[:2])
+            scratch = _scratch(block.shape[2])
+            for first in range(0, len(block), len(scratch)):
+                layers = slice(first, min(first + len(scratch), len(block)))
+                rows = scratch[: layers.stop - layers.start, : block.shape[1]]
+                rows.copy_(block[layers])
+                torch.linalg.vector_norm(rows, dim=2, out=norms[layers])
+                rows.sub_(pivot[layers, None])
+                torch.sum(rows, dim=1, out=lacking[layers])
+                torch.sum(rows.square_(), dim=1, out=squares[layers])
             count = block.shape[1]
-            pivot = block.mean(dim=1)
-            deviations = block - pivot[:, None]
-            # The pivot is the mean as float32 has it; what it lacks stands in the deviations' sum.
-            lacking = deviations.sum(dim=1).double()
-            squares = deviations.square_().sum(dim=1).double()
-            self._merge(count, pivot.double() + lacking / count, squares - lacking.square() / count)
+            self.norm_sum += norms.sum(dim=1, dtype=torch.float64)
+            far = lacking.double()
+            self._merge(count, pivot.double() + far / count, squares.double() - far.square() / count)
 
     @property
     def is_finite(self) -> bool:

@@ -32,7 +32,7 @@ class LocalRowWriter:
     def row_bytes(self) -> int:
         """The bytes of one row of all layers."""
         layers, _, columns = self.tensor.shape
-        return layers * columns * self.tensor.itemsize
+        return int(layers * columns * self.tensor.itemsize)
 
     def take_up(self, rank: int) -> None:
         """Say that this rank acts on the request."""

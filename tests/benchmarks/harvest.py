@@ -25,10 +25,12 @@ from acsinfra.quickstart.embedded import EmbeddedPostgres
 from acsinfra.quickstart.supervisor import PROJECT, Supervisor
 from tests.benchmarks.figures import median_ratio
 from tests.benchmarks.harvest_peers import PeersUnavailable, build_peers
-from tests.benchmarks.parts import BenchFailed
+from tests.benchmarks.parts import BenchFailed, make_tiny_model_in
 
 BATCH_SIZES: Final = (8, 16, 32)
 LOG_TAIL_BYTES: Final = 4_000
+FEW_PROMPTS: Final = 100
+MOST_PROMPTS: Final = 4_096
 Say = Callable[[str], None]
 
 
@@ -99,14 +101,17 @@ class Turns:
     """Seconds of each measured way, round by round; and why a way was not measured."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     last: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def ratio(self, ours: str, theirs: str) -> float | None:
-        """How many times as fast `ours` is as `theirs`, the median of the rounds."""
-        if ours not in self.seconds or theirs not in self.seconds:
+    def ratio(self, ours: str, theirs: str, *, of_cpu: bool = False) -> float | None:
+        """How many times as fast `ours` is as `theirs`, or as sparing of the CPU: the median of the rounds."""
+        seconds = self.cpu_seconds if of_cpu else self.seconds
+        if ours not in seconds or theirs not in seconds:
             return None
-        return round(median_ratio(self.seconds[theirs], self.seconds[ours]), 3)
+        return round(median_ratio(seconds[theirs], seconds[ours]), 3)
 
 
 def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
@@ -116,7 +121,6 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
         closing.callback(shutil.rmtree, home, ignore_errors=True)
         env = closing.enter_context(_stack(home))
         logs = home / "logs"
-        logs.mkdir(exist_ok=True)
 
         def start(name: str, *command: str, python: str = sys.executable) -> tuple[Way, dict[str, Any]]:
             say(f"starting {name}")
@@ -154,6 +158,9 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
                 python = build_peers(settings.HOME / "peers", say=say)
                 script = str(PROJECT / "tests" / "benchmarks" / "harvest_vllm_lens.py")
                 lens, _ = start("vllm-lens", script, *checkpoint, python=python)
+                answer = lens.ask(layers=chosen)
+                if answer["rows"] < answer["rows_due"]:
+                    turns.notes["vllm_lens"] = f"captured {answer['rows']} of {answer['rows_due']} tokens"
                 ways["vllm_lens"] = lambda: lens.ask(layers=chosen)
             except (PeersUnavailable, BenchFailed) as error:
                 turns.missing["vllm_lens"] = str(error)
@@ -163,6 +170,38 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
     return _figures(plan, facts, compiled_facts, turns, chosen=chosen, best=best)
 
 
+def measure_memory(*, source: str | None, dtype: str, say: Say) -> dict[str, Any]:
+    """The peak of a runner's resident memory in jobs of 100 and of 4,096 prompts and every layer, one after the other.
+
+    `source` None: the tiny model in float32.
+    """
+    with contextlib.ExitStack() as closing:
+        home = Path(tempfile.mkdtemp(prefix="acs-bench-"))
+        closing.callback(shutil.rmtree, home, ignore_errors=True)
+        if source is None:
+            source, dtype = str(make_tiny_model_in(home)), "float32"
+        env = closing.enter_context(_stack(home))
+        say("starting the engine")
+        command = [sys.executable, "-m", "tests.benchmarks.harvest_engine", source, dtype, str(MOST_PROMPTS), "eager"]
+        way = Way("eager", [*command, str(home / "tokens.json")], env=env, logs=home / "logs")
+        closing.callback(way.end)
+        facts = way.hear()
+        every = list(range(facts["n_layers"]))
+        way.ask(way="end_to_end", layers=every, prompts=8)  # warms up
+        peaks = {}
+        for n_prompts in (FEW_PROMPTS, MOST_PROMPTS):
+            answer = way.ask(way="end_to_end", layers=every, prompts=n_prompts)
+            peaks[n_prompts] = answer["peak_bytes"]
+            say(f"{n_prompts} prompts: {answer['peak_bytes'] / 2**20:.0f} MiB at most, {answer['seconds']:.1f} s")
+    return {
+        "model": facts["served_model_name"],
+        "dtype": facts["dtype"],
+        "tokens": facts["tokens"],
+        "peak_bytes": {str(n_prompts): peak for n_prompts, peak in peaks.items()},
+        "difference_bytes": peaks[MOST_PROMPTS] - peaks[FEW_PROMPTS],
+    }
+
+
 def _quartiles(n_layers: int) -> tuple[int, ...]:
     return tuple(sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4}))
 
@@ -170,6 +209,7 @@ def _quartiles(n_layers: int) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _stack(home: Path) -> Iterator[dict[str, str]]:
     """The environment of processes with an embedded PostgreSQL, migrated."""
+    (home / "logs").mkdir(exist_ok=True)
     supervisor = Supervisor(home)
     try:
         postgres = EmbeddedPostgres(supervisor)
@@ -216,8 +256,9 @@ def _take_turns(ways: dict[str, Callable[[], dict[str, Any]]], turns: Turns, *, 
             answer = way()
             if number:  # the first round warms up
                 turns.seconds.setdefault(name, []).append(answer["seconds"])
+                turns.cpu_seconds.setdefault(name, []).append(answer["cpu_seconds"])
                 turns.last[name] = answer
-                say(f"round {number} of {rounds}: {name} {answer['seconds']:.2f} s")
+                say(f"round {number} of {rounds}: {name} {answer['seconds']:.2f} s, CPU {answer['cpu_seconds']:.2f} s")
 
 
 def _figures(
@@ -256,5 +297,8 @@ def _figures(
         "seconds": {name: [round(second, 3) for second in of] for name, of in turns.seconds.items()},
         "timings": {name: last["timings"] for name, last in turns.last.items() if last.get("timings")},
         "ratios": {name: turns.ratio(*of) for name, of in ratios.items()},
+        # Steadier where other work runs beside, and right where waiting threads sleep (OMP_WAIT_POLICY=PASSIVE).
+        "cpu_ratios": {name: turns.ratio(*of, of_cpu=True) for name, of in ratios.items()},
         "not_measured": turns.missing,
+        "notes": turns.notes,
     }

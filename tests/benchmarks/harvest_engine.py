@@ -2,7 +2,7 @@
 
 `python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS eager|compiled TOKENS_FILE` says what it loaded, having
 written the token ids of all prompts to TOKENS_FILE. Then it answers each `{"way": …, "layers": […]}` with the seconds
-that the way took.
+that the way took and the most memory that it had meanwhile; `"prompts": n` takes the first n alone.
 """
 
 import json
@@ -70,11 +70,19 @@ class EngineWays:
             "load_s": round(self.load_s, 1),
         }
 
-    def take(self, way: str, layers: Sequence[int]) -> dict[str, Any]:
-        """Go one way once; returns its seconds, and what a job says of its own."""
-        began = time.perf_counter()
-        timings = getattr(self, f"_{way}")(layers)
-        return {"seconds": time.perf_counter() - began, "timings": timings}
+    def take(self, way: str, layers: Sequence[int], n_prompts: int | None = None) -> dict[str, Any]:
+        """Go one way once; returns its seconds and the peak of resident bytes, and what a job says of its own."""
+        every = self.prompts, self.token_ids
+        self.prompts, self.token_ids = self.prompts[:n_prompts], self.token_ids[:n_prompts]
+        # The peak is since now.
+        Path("/proc/self/clear_refs").write_text("5")
+        began, cpu = time.perf_counter(), time.process_time()
+        try:
+            timings = getattr(self, f"_{way}")(layers)
+        finally:
+            self.prompts, self.token_ids = every
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "timings": timings, "peak_bytes": _peak_bytes()}
 
     def _prefill(self, _layers: Sequence[int]) -> None:
         """Read the prompts without capture, as many in flight as a harvest has, past the prefix cache as a harvest is.
@@ -180,6 +188,11 @@ class EngineWays:
         return [prompt.token_ids.tolist() for prompt in tokenised]
 
 
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
 def main() -> None:
     """Answer until standard input closes."""
     # What else is printed here is no answer.
@@ -192,7 +205,7 @@ def main() -> None:
     print(json.dumps(ways.facts()), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(ways.take(asked["way"], asked["layers"])), file=answers, flush=True)
+        print(json.dumps(ways.take(asked["way"], asked["layers"], asked.get("prompts"))), file=answers, flush=True)
     ways.engine.shutdown()
 
 

@@ -17,6 +17,17 @@ def main() -> None:
     os.dup2(2, 1)
     checkpoint, dtype, tokens_file = sys.argv[1:]
     token_ids = json.loads(Path(tokens_file).read_text())
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ |= {
+        # All in one process, on every core: as fast as it goes, and as our own engine is.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_WAIT_POLICY": "ACTIVE",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -27,12 +38,12 @@ def main() -> None:
         wanted = {"output_residual_stream": layers}
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
         sampling = [SamplingParams(max_tokens=1, temperature=0, extra_args=dict(wanted)) for _ in prompts]
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
         captured = [getattr(output, "activations", None) for output in outputs]
         rows = sum(tensors["residual_stream"].shape[1] for tensors in captured if tensors)
-        answer = {"seconds": seconds, "rows": rows, "rows_due": sum(map(len, token_ids))}
+        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "rows": rows, "rows_due": sum(map(len, token_ids))}
         print(json.dumps(answer), file=answers, flush=True)
 
 

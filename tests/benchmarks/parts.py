@@ -106,7 +106,7 @@ class Parts:
         supervisor = self._supervisor = Supervisor(self._home)
         self._closing.callback(supervisor.close)
         if source is None:
-            source, dtype = str(self._make_tiny_model()), "float32"
+            source, dtype = str(make_tiny_model_in(self._home)), "float32"
         postgres, self._valkey = EmbeddedPostgres(supervisor), EmbeddedValkey(supervisor)
         postgres.start()
         self._valkey.start()
@@ -136,16 +136,6 @@ class Parts:
         helper = Helper(name, *command, env=self.stack.env, logs=self._supervisor.logs)
         self._closing.callback(helper.close)
         return helper
-
-    def _make_tiny_model(self) -> Path:
-        code = "import sys, pathlib; from tests.tiny_model import make_tiny_model as m; m(pathlib.Path(sys.argv[1]))"
-        folder = self._home / "tiny"
-        made = subprocess.run(
-            [sys.executable, "-c", code, str(folder)], cwd=PROJECT, capture_output=True, text=True, check=False
-        )
-        if made.returncode:
-            raise ChildFailed(f"The tiny model can't be made:\n{made.stderr[-LOG_TAIL_BYTES:]}")
-        return folder
 
     def close(self) -> None:
         """End every part and delete their data."""
@@ -185,6 +175,18 @@ class Parts:
 
     def _api(self) -> psutil.Process:
         return psutil.Process(self.stack.children["api"].process.pid)
+
+
+def make_tiny_model_in(home: Path) -> Path:
+    """Write the tiny model into a folder of `home`, in a process of its own: torch stays out of this one."""
+    code = "import sys, pathlib; from tests.tiny_model import make_tiny_model as m; m(pathlib.Path(sys.argv[1]))"
+    folder = home / "tiny"
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        raise ChildFailed(f"The tiny model can't be made:\n{made.stderr[-LOG_TAIL_BYTES:]}")
+    return folder
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -224,7 +224,7 @@ def test_directions_without_length_or_end_are_refused() -> None:
     zero[1] = -0.0
     assert refusal(project_onto=tensor(zero))[1:] == (
         "project_onto.data",
-        "project_onto.data holds only zeros in direction 1, which has no length to scale.",
+        "project_onto.data holds only zeros in the 32 bytes of direction 1, which has no length to scale.",
     )
     for value in (np.nan, np.inf):
         wrong = np.ones((1, 8), np.float32)

@@ -35,12 +35,17 @@ class Command(BaseCommand):
         harvest = what.add_parser(
             "harvest", help="tokens/s of plain prefill, of the capture, of jobs into files, of peers"
         )
-        harvest.add_argument("--source", default=SMALL_MODEL["source"], help="as addmodel takes it (%(default)s)")
+        harvest.add_argument("--source", help="as addmodel takes it (default: SmolLM2-135M)")
         harvest.add_argument("--dtype", default="auto", help="such as bfloat16 or float32 (default: the checkpoint's)")
         harvest.add_argument("--prompts", type=int, default=200, help="ragged, 54 tokens each (default %(default)s)")
         harvest.add_argument("--rounds", type=int, default=5, help="of every way in turn (default %(default)s)")
         harvest.add_argument("--layers", help="such as 8,16,24; left out: the quartiles. All are measured besides")
         harvest.add_argument("--quick", action="store_true", help="24 prompts, 3 rounds, nothing compiled")
+        harvest.add_argument(
+            "--memory",
+            action="store_true",
+            help="measure instead a runner's peak memory at 100 and 4,096 prompts, all layers (default: a tiny model)",
+        )
         harvest.add_argument(
             "--peers", action="store_true", help="build an environment for vllm-lens and measure it too: gigabytes"
         )
@@ -86,7 +91,7 @@ def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
     layers = options["layers"]
     plan = harvest.Plan(
-        source=options["source"],
+        source=options["source"] or SMALL_MODEL["source"],
         dtype=options["dtype"],
         n_prompts=min(options["prompts"], 24) if options["quick"] else options["prompts"],
         rounds=min(options["rounds"], 3) if options["quick"] else options["rounds"],
@@ -97,6 +102,9 @@ def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     with signals_stop():
         try:
             check_engine_library()
+            if options["memory"]:
+                peaks = harvest.measure_memory(source=options["source"], dtype=options["dtype"], say=_say)
+                return peaks, harvest_report.memory_table(peaks)
             figures = harvest.measure(plan, say=_say)
         except (BenchFailed, ChildFailed, StartRefused) as error:
             raise CommandError(str(error)) from error

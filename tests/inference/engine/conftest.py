@@ -129,7 +129,8 @@ def cramped(tiny_float32: Path) -> Iterator[EngineThread]:
     engine.close()
 
 
-@pytest.fixture(scope="package")
+# A process has one engine at a time: what ends it ends torch's process groups, which all would share.
+@pytest.fixture(scope="module")
 def harvest(tiny_float32: Path) -> Iterator["HarvestEngine"]:
     """Return a harvest engine in this process, with chunks of 128 tokens and a cache for three long prompts."""
     prepare_once()

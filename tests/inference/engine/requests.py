@@ -114,3 +114,17 @@ def assert_same_stream(stream: Float32Array, reference: Reference, *, layers: Se
     assert stream.shape == expected.shape
     error = np.linalg.norm(stream - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
     assert error.max() <= 1e-5, f"relative error {error.max():.3g} at {np.unravel_index(error.argmax(), error.shape)}"
+
+
+def assert_projected(values: np.ndarray[Any, Any], stream: np.ndarray[Any, Any], directions: Float32Array) -> None:
+    """Assert float32 components of `stream` along the directions at length 1, 1e-5 relative to float64's.
+
+    A component that is next to nothing beside its row has the row's rounding in it.
+    """
+    exact = directions.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    expected = stream.astype(np.float64) @ exact.T
+    assert values.dtype == np.float32
+    assert values.shape == expected.shape
+    rounding = 1e-7 * np.linalg.norm(stream.astype(np.float64), axis=-1, keepdims=True)
+    assert (np.abs(values - expected) <= 1e-5 * np.abs(expected) + rounding).all()

@@ -11,7 +11,7 @@ import pytest
 from inference.wire import EngineOptions
 from tests.inference.engine import conftest
 from tests.inference.engine.reference import ReferenceModel
-from tests.inference.engine.requests import ALL_LAYERS, assert_same_stream, make_prompt
+from tests.inference.engine.requests import ALL_LAYERS, assert_projected, assert_same_stream, make_prompt
 
 if TYPE_CHECKING:
     from inference.engine.harvest import HarvestEngine
@@ -56,7 +56,6 @@ def test_a_compiled_engine_reads_the_same_streams(compiled: "HarvestEngine", ref
 def test_a_compiled_engine_projects(compiled: "HarvestEngine") -> None:
     prompts = [(0, make_prompt(140)), (1, make_prompt(30))]
     directions = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
-    whole = {one.index: one.array.astype(np.float64) for one in compiled.capture(prompts, (1, 3))}
-    exact = directions / np.linalg.norm(directions.astype(np.float64), axis=1, keepdims=True)
+    whole = {one.index: one.array for one in compiled.capture(prompts, (1, 3))}
     for one in compiled.capture(prompts, (1, 3), directions=directions):
-        np.testing.assert_allclose(one.array, whole[one.index] @ exact.T, rtol=1e-5, atol=1e-6)
+        assert_projected(one.array, whole[one.index], directions)
