@@ -7,6 +7,7 @@ from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
+from accounts import invitation_admin as invitation_admin  # registers itself
 from accounts import services
 from accounts.models import ApiKey, User
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.contrib.sessions.models import Session
 from django.core import mail
 from django.core.management import CommandError, call_command
 from django.test import Client
@@ -12,6 +13,7 @@ from django.utils import timezone
 
 from accounts.invitations import approve_user, create_invitation, invitation_path
 from accounts.models import Invitation, SignIn, User, browser_name
+from accounts.tasks import delete_expired_sessions
 from acsinfra.core.mail import mailer_from_url
 from acsinfra.core.paths import loggable_path
 from tests.live_server import make_user
@@ -115,6 +117,19 @@ def test_an_operator_invites_from_a_shell(client: Client, settings: Any, capsys:
         call_command("invite", "no address")
 
 
+def test_an_operator_invites_in_the_admin(client: Client) -> None:
+    client.force_login(make_user(is_staff=True, is_superuser=True))
+    form = {"email": "", "expires_at_0": "2999-01-01", "expires_at_1": "00:00:00"}
+    page = client.post("/admin/accounts/invitation/add/", form, follow=True).content.decode()
+    link = re.search(r"http://testserver(/app/invitation/[\w-]+)", page)
+    assert link is not None
+    assert Client().get(link[1]).status_code == 200
+    invitation = Invitation.objects.get()
+    assert invitation.expires_at.year == 2999
+    for path in ("", f"{invitation.pk}/change/"):
+        assert link[1] not in client.get(f"/admin/accounts/invitation/{path}").content.decode()
+
+
 # Passwords
 
 
@@ -190,6 +205,15 @@ def test_sessions_are_listed_and_ended(client: Client) -> None:
     assert [one.get("/app").status_code for one in (phone, client, stranger)] == [302, 200, 200]
     client.post("/app/sign-out")
     assert not SignIn.objects.filter(user=user).exists()
+
+
+def test_expired_sessions_are_deleted(client: Client) -> None:
+    client.force_login(make_user())
+    delete_expired_sessions()
+    assert SignIn.objects.count() == 1
+    Session.objects.update(expire_date=timezone.now() - timedelta(seconds=1))
+    delete_expired_sessions()
+    assert (Session.objects.count(), SignIn.objects.count()) == (0, 0)
 
 
 @pytest.mark.parametrize(
