@@ -94,7 +94,7 @@ def plot_line(xs: Sequence[int], ys: Sequence[float], *, x_name: str) -> Plot:
         Point(place, _y(y, top), f"{x_name} {x}: {y:.4g}") for place, x, y in zip(places, xs, ys, strict=True)
     )
     path = "M" + "L".join(f"{point.x} {point.y}" for point in points) if points else ""
-    every = max(1, math.ceil(len(xs) / 16))
+    every = max(1, math.ceil(len(xs) / 12))
     ticks = tuple(Tick(place, str(x)) for at, (place, x) in enumerate(zip(places, xs, strict=True)) if at % every == 0)
     return Plot((), points, path, ticks, _y_ticks(top))
 
