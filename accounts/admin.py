@@ -1,59 +1,118 @@
-"""Users and keys in the admin."""
+"""Users, keys and the audit log in the admin. What Budgets have to do with the first two is in `budgets`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
-from django.db.models import QuerySet
+from django.contrib.auth.models import Group
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.html import format_html
 
 from accounts import invitation_admin as invitation_admin  # registers itself
 from accounts import services
 from accounts.models import ApiKey, User
+from acsinfra.core.admin import PlatformAdmin, ReadOnly, operator_action, users_like
 
 admin.site.site_header = admin.site.site_title = "ACS Infra"
 admin.site.index_title = "Operators"
 admin.site.site_url = "/app"
+# Who may do what is a User's own flags here: fewer places to look at.
+admin.site.unregister(Group)
+
+LIMITS = (
+    "requests_at_once",
+    "requests_queued",
+    "requests_per_minute",
+    "jobs_unfinished",
+    "jobs_running",
+    "harvests_unfinished",
+    "harvests_per_month",
+    "harvest_waits_at_once",
+    "storage_quota_bytes",
+)
 
 
-@admin.register(User)
-class UserAdmin(DjangoUserAdmin[User]):
+class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
     """A User, with the limits that override the settings'."""
 
-    list_display = ("username", "email", "is_active", "is_staff", "date_joined", "last_login")
-    fieldsets = (
-        *(DjangoUserAdmin.fieldsets or ()),
-        (
-            "Limits",
-            {
-                "description": "Empty: the setting of the same name.",
-                "fields": (
-                    "requests_at_once",
-                    "requests_queued",
-                    "requests_per_minute",
-                    "jobs_unfinished",
-                    "jobs_running",
-                    "harvests_unfinished",
-                    "harvests_per_month",
-                    "harvest_waits_at_once",
-                    "storage_quota_bytes",
-                ),
-            },
-        ),
+    list_display = ("username", "email", "state", "is_staff", "date_joined", "last_login")
+    list_filter = ("is_active", "is_staff")
+    search_fields = ("username", "email", "first_name", "last_name")
+    search_help_text = "Part of a name or an address."
+    ordering = ("username",)
+    sortable_by = ("username", "email", "date_joined", "last_login")
+    filter_horizontal = ()
+    readonly_fields = ("date_joined", "last_login")
+    actions = ("activate", "suspend")
+    fieldsets: Any = (
+        (None, {"fields": (("username", "email"), ("first_name", "last_name"), "password")}),
+        ("Access", {"fields": (("is_active", "is_staff", "is_superuser"), ("date_joined", "last_login"))}),
+        ("Limits", {"description": "Empty: the setting of the same name.", "fields": LIMITS}),
     )
-    add_fieldsets = (
+    add_fieldsets: Any = (
         (None, {"classes": ("wide",), "fields": ("username", "email", "usable_password", "password1", "password2")}),
     )
 
+    @admin.display(description="state", ordering="is_active")
+    def state(self, user: User) -> str:
+        """Whether requests and sign-ins are taken."""
+        return "active" if user.is_active else "suspended"
 
-@admin.register(ApiKey)
-class ApiKeyAdmin(admin.ModelAdmin[ApiKey]):
+    @operator_action("Approve, or end a suspension")
+    def activate(self, request: HttpRequest, user: User) -> str | None:
+        """Let the User sign in, and their keys work."""
+        return "Approved: is active." if services.set_active(user=user, is_active=True) else None
+
+    @operator_action(
+        "Suspend",
+        question="Suspend these Users? They are signed out, and their keys stop at once; work that runs goes on.",
+    )
+    def suspend(self, request: HttpRequest, user: User) -> str | None:
+        """Refuse the User's sign-ins and keys until they are approved again."""
+        if user == request.user:
+            messages.error(request, "You cannot suspend yourself.")
+            return None
+        return "Suspended." if services.set_active(user=user, is_active=False) else None
+
+
+admin.site.register(User, UserAdmin)
+
+
+class KeyStateFilter(admin.SimpleListFilter):
+    """Keys by whether requests with them are taken."""
+
+    title = parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        """The states of a key."""
+        return [(state, state.capitalize()) for state in ("working", "paused", "expired", "revoked")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> QuerySet[ApiKey]:
+        """The keys of the chosen state, as `ApiKey.state` has it."""
+        now = timezone.now()
+        kept = Q(revoked_at=None)
+        fresh = kept & (Q(expires_at=None) | Q(expires_at__gt=now))
+        which = {
+            "revoked": Q(revoked_at__isnull=False),
+            "expired": kept & Q(expires_at__lte=now),
+            "paused": fresh & Q(paused_at__isnull=False),
+            "working": fresh & Q(paused_at=None),
+        }
+        return queryset.filter(which[state]) if (state := self.value()) in which else queryset
+
+
+class ApiKeyAdmin(PlatformAdmin[ApiKey]):
     """Keys: the text of a new one is shown once, in the message after saving."""
 
     list_display = ("name", "prefix", "user", "key_state", "created_at", "expires_at", "last_used_at")
     list_select_related = ("user",)
-    list_filter = ("paused_at", "revoked_at")
+    list_filter = (KeyStateFilter,)
     search_fields = ("name", "prefix", "user__username", "user__email")
+    search_help_text = "A key's name or the start of its text; a User's name or address."
     autocomplete_fields = ("user",)
     actions = ("pause", "resume", "revoke")
     fields = ("user", "name", "token_cap", "expires_at")
@@ -84,23 +143,65 @@ class ApiKeyAdmin(admin.ModelAdmin[ApiKey]):
         obj.__dict__.update(key.__dict__)
         self.message_user(request, f"The key, shown this once: {text}", messages.WARNING)
 
-    @admin.action(description="Pause", permissions=["change"])
-    def pause(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
-        """Refuse the keys until they are resumed."""
-        self._for_each(request, queryset, services.pause_key, "paused")
+    @operator_action("Pause")
+    def pause(self, request: HttpRequest, key: ApiKey) -> str | None:
+        """Refuse the key until it is resumed."""
+        return _turn(key, services.pause_key, "Paused.")
 
-    @admin.action(description="Resume", permissions=["change"])
-    def resume(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
-        """Take paused keys again."""
-        self._for_each(request, queryset, services.resume_key, "resumed")
+    @operator_action("Resume")
+    def resume(self, request: HttpRequest, key: ApiKey) -> str | None:
+        """Take a paused key again."""
+        return _turn(key, services.resume_key, "Resumed.")
 
-    @admin.action(description="Revoke for ever", permissions=["change"])
-    def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
-        """Refuse the keys for ever."""
-        self._for_each(request, queryset, services.revoke_key, "revoked")
+    @operator_action("Revoke for ever", question="Revoke these keys? Nothing makes a revoked key work again.")
+    def revoke(self, request: HttpRequest, key: ApiKey) -> str | None:
+        """Refuse the key for ever."""
+        return _turn(key, services.revoke_key, "Revoked.")
 
-    def _for_each(self, request: HttpRequest, queryset: QuerySet[ApiKey], service: Any, done: str) -> None:
-        for key in queryset:
-            service(key=key)
-            self.log_change(request, key, [{"changed": {"fields": [done]}}])
-        self.message_user(request, f"Keys {done}: {len(queryset)}.")
+
+def _turn(key: ApiKey, service: Callable[..., None], said: str) -> str | None:
+    before = (key.paused_at, key.revoked_at)
+    service(key=key)
+    return said if (key.paused_at, key.revoked_at) != before else None
+
+
+admin.site.register(ApiKey, ApiKeyAdmin)
+
+
+@admin.register(LogEntry)
+class AuditLogAdmin(ReadOnly, PlatformAdmin[LogEntry]):
+    """Who changed what in the admin, and when. It cannot be changed, nor an operator deleted who stands in it."""
+
+    list_display = ("action_time", "user", "did", "content_type", "row", "said")
+    list_display_links = None
+    list_select_related = ("user", "content_type")
+    list_filter = ("action_flag", ("content_type", admin.RelatedOnlyFieldListFilter))
+    search_fields = ("object_repr",)
+    search_help_text = "An operator's name or address; the name or id of what was changed."
+    ordering = ("-id",)
+
+    @admin.display(description="did")
+    def did(self, entry: LogEntry) -> str:
+        """`added`, `changed` or `deleted`."""
+        return "added" if entry.is_addition() else "changed" if entry.is_change() else "deleted"
+
+    @admin.display(description="what")
+    def row(self, entry: LogEntry) -> str:
+        """What was changed, with a link to it."""
+        url = None if entry.is_deletion() else entry.get_admin_url()
+        return format_html('<a href="{}">{}</a>', url, entry.object_repr) if url else entry.object_repr
+
+    @admin.display(description="how")
+    def said(self, entry: LogEntry) -> str:
+        """The change in words."""
+        return entry.get_change_message()
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[LogEntry], search_term: str
+    ) -> tuple[QuerySet[LogEntry], bool]:
+        """By the operator or by what was changed."""
+        term = search_term.strip()
+        if not term or "\0" in term:
+            return queryset if not term else queryset.none(), False
+        found = Q(user__in=users_like(term)) | Q(object_repr__icontains=term) | Q(object_id=term)
+        return queryset.filter(found), False

@@ -3,6 +3,7 @@
 from django.conf import settings
 from django.contrib.auth.models import AbstractUser
 from django.contrib.sessions.models import Session
+from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models.functions import Lower
 from django.utils import timezone
@@ -44,6 +45,12 @@ class User(AbstractUser):
                 violation_error_message="A User with this e-mail address already exists.",
             )
         ]
+
+    def clean(self) -> None:
+        """Check the address against other Users', whatever its case, so that a form names the field."""
+        super().clean()
+        if User.objects.filter(email__iexact=self.email).exclude(pk=self.pk).exists():
+            raise ValidationError({"email": "Another User has this e-mail address."})
 
 
 class ApiKey(models.Model):

@@ -46,6 +46,16 @@ def create_user(*, username: str, email: str, password: str | None = None, is_st
     return user
 
 
+def set_active(*, user: User, is_active: bool) -> bool:
+    """Approve or suspend `user`; says whether that changed something. A suspended User is signed out everywhere.
+
+    Django takes no session of a User who is not active, and every request with a key asks; nothing else is to do.
+    """
+    changed = User.objects.filter(pk=user.pk, is_active=not is_active).update(is_active=is_active)
+    user.is_active = is_active
+    return changed > 0
+
+
 def create_key(
     *, user: User, name: str, token_cap: int | None = None, expires_at: datetime | None = None
 ) -> tuple[ApiKey, str]:

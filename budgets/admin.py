@@ -1,58 +1,17 @@
-"""The money in the admin: limits can be set, all else is read."""
+"""The money in the admin: a User's limit is set on the User's page, all else is read."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Model, QuerySet
-from django.http import HttpRequest
+from django.db.models import Model, Q, QuerySet
 
-from budgets import spend_admin  # noqa: F401 (registers its own)
-from budgets.limits import set_monthly_tokens
-from budgets.models import Budget, Hold, KeyUse, LedgerEntry, MonthlyLimit
-
-
-class _ReadOnly:
-    """The services alone write these rows."""
-
-    def has_add_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return False
+from acsinfra.core.admin import MadeFilter, PlatformAdmin, ReadOnly, SearchedByIdAndUser
+from budgets import people_admin, spend_admin  # noqa: F401 (each registers its own)
+from budgets.models import Budget, Hold, KeyUse, LedgerEntry, WorkKind
 
 
-@admin.register(MonthlyLimit)
-class MonthlyLimitAdmin(admin.ModelAdmin[MonthlyLimit]):
-    """Users whose monthly tokens differ from the setting."""
-
-    list_display = ("user", "monthly_tokens")
-    list_select_related = ("user",)
-    search_fields = ("user__username", "user__email")
-    autocomplete_fields = ("user",)
-
-    def get_readonly_fields(self, request: HttpRequest, obj: MonthlyLimit | None = None) -> tuple[str, ...]:
-        """A limit does not change hands."""
-        return ("user",) if obj else ()
-
-    def save_model(self, request: HttpRequest, obj: MonthlyLimit, form: Any, change: bool) -> None:
-        """Set the limit, in the present month too."""
-        set_monthly_tokens(user=obj.user, monthly_tokens=obj.monthly_tokens)
-        obj._state.adding = False
-
-    def delete_model(self, request: HttpRequest, obj: MonthlyLimit) -> None:
-        """Go back to the setting, in the present month too."""
-        set_monthly_tokens(user=obj.user, monthly_tokens=None)
-
-    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[MonthlyLimit]) -> None:
-        """Go back to the setting for each."""
-        for obj in queryset:
-            self.delete_model(request, obj)
-
-
-class KeyUseInline(_ReadOnly, admin.TabularInline[KeyUse, Budget]):
+class KeyUseInline(ReadOnly, admin.TabularInline[KeyUse, Budget]):
     """What each key used of a Budget."""
 
     model = KeyUse
@@ -61,45 +20,61 @@ class KeyUseInline(_ReadOnly, admin.TabularInline[KeyUse, Budget]):
 
 
 @admin.register(Budget)
-class BudgetAdmin(_ReadOnly, admin.ModelAdmin[Budget]):
+class BudgetAdmin(ReadOnly, PlatformAdmin[Budget]):
     """The Budgets of each month."""
 
     list_display = ("user", "month", "token_limit", "used", "held")
     list_select_related = ("user",)
     list_filter = ("month",)
     search_fields = ("user__username", "user__email")
-    date_hierarchy = "month"
-    ordering = ("-month", "user")
+    search_help_text = "A User's name or address."
+    ordering = ("-id",)
     inlines = (KeyUseInline,)
 
 
+class _SearchedByWork[M: Model](SearchedByIdAndUser[M]):
+    """Holds and charges by the id of their work, too."""
+
+    search_help_text = "The id of the work (a request's or a Job's) or of the Hold; a User's name or address."
+
+    def ids_like(self, queryset: QuerySet[Any], term: str) -> list[Any]:
+        """The Hold of the work `term`, whose kinds are named because the index begins with them; else by its own id."""
+        of_work = Hold.objects.filter(~Q(state=Hold.State.RELEASED), work_kind__in=WorkKind.values, work_id=term[:100])
+        return list(of_work.values_list("pk", flat=True)) or super().ids_like(queryset, term)
+
+    def of_users(self, users: Sequence[int]) -> Q:
+        """Through their Budgets, a few for each."""
+        return Q(budget__in=list(Budget.objects.filter(user__in=users).values_list("pk", flat=True)))
+
+
 @admin.register(Hold)
-class HoldAdmin(_ReadOnly, admin.ModelAdmin[Hold]):
+class HoldAdmin(ReadOnly, _SearchedByWork[Hold]):
     """The Holds, live and ended."""
 
-    list_display = ("work_kind", "work_id", "user", "tokens", "state", "charged", "taken_at", "ended_at")
+    list_display = ("taken_at", "user", "key", "work_kind", "work_id", "tokens", "state", "charged", "ended_at")
     list_select_related = ("budget__user", "key_use")
-    list_filter = ("state", "work_kind")
-    search_fields = ("work_id", "budget__user__username", "budget__user__email")
+    list_filter = (MadeFilter, "state")
     ordering = ("-id",)
-    show_full_result_count = False
 
     @admin.display(description="user")
     def user(self, hold: Hold) -> str:
         """Whose Budget it is in."""
         return str(hold.budget.user)
 
+    @admin.display(description="key")
+    def key(self, hold: Hold) -> str:
+        """The start of the key's text, or `app`."""
+        return hold.key_use.prefix if hold.key_use else "app"
+
 
 @admin.register(LedgerEntry)
-class LedgerEntryAdmin(_ReadOnly, admin.ModelAdmin[LedgerEntry]):
+class LedgerEntryAdmin(ReadOnly, _SearchedByWork[LedgerEntry]):
     """The charges."""
 
     list_display = ("charged_at", "user", "key", "work_kind", "work_id", "tokens")
     list_select_related = ("budget__user", "hold__key_use")
-    list_filter = ("work_kind", "budget__month")
-    search_fields = ("work_id", "budget__user__username", "budget__user__email")
+    list_filter = (MadeFilter,)
     ordering = ("-hold_id",)
-    show_full_result_count = False
 
     @admin.display(description="user")
     def user(self, entry: LedgerEntry) -> str:

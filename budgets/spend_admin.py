@@ -3,14 +3,17 @@
 from typing import Any
 
 from django.contrib import admin
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponseRedirect
+from django.http.response import HttpResponseBase
+from django.urls import reverse
 
+from acsinfra.core.admin import PlatformAdmin, ReadOnly
 from budgets.models import GpuTime, SpendLimit
 from budgets.spend import forget_spending, read_spending
 
 
 @admin.register(SpendLimit)
-class SpendLimitAdmin(admin.ModelAdmin[SpendLimit]):
+class SpendLimitAdmin(PlatformAdmin[SpendLimit]):
     """The limits, the pause by hand, and what was spent. API processes and workers follow within a second."""
 
     list_display = ("__str__", "usd_per_day", "usd_per_month", "is_paused", "pause_ends_at")
@@ -27,6 +30,14 @@ class SpendLimitAdmin(admin.ModelAdmin[SpendLimit]):
         """USD since the month began, UTC."""
         return f"{read_spending().usd_this_month:,.2f} USD"
 
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseBase:  # type: ignore[override]
+        """The page of the one row there is, or can be."""
+        if request.method != "GET" or not self.has_view_or_change_permission(request):
+            return super().changelist_view(request, extra_context)
+        if SpendLimit.objects.exists():
+            return HttpResponseRedirect(reverse("admin:budgets_spendlimit_change", args=[SpendLimit.ONLY]))
+        return HttpResponseRedirect(reverse("admin:budgets_spendlimit_add"))
+
     def save_model(self, request: HttpRequest, obj: SpendLimit, form: Any, change: bool) -> None:
         """Save; this process follows at once."""
         super().save_model(request, obj, form, change)
@@ -42,27 +53,14 @@ class SpendLimitAdmin(admin.ModelAdmin[SpendLimit]):
 
 
 @admin.register(GpuTime)
-class GpuTimeAdmin(admin.ModelAdmin[GpuTime]):
+class GpuTimeAdmin(ReadOnly, PlatformAdmin[GpuTime]):
     """How long each engine was up on each day; engines write these rows themselves."""
 
     list_display = ("day", "model", "kind", "engine_id", "gpus", "usd_per_gpu_hour", "since", "until", "usd")
     list_filter = ("model", "kind")
-    date_hierarchy = "day"
     ordering = ("-day", "model")
 
     @admin.display(description="USD")
     def usd(self, time: GpuTime) -> str:
         """What it costs."""
         return f"{time.gpu_seconds / 3600 * float(time.usd_per_gpu_hour):,.4f}"
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Never."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: GpuTime | None = None) -> bool:
-        """Never."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: GpuTime | None = None) -> bool:
-        """Never."""
-        return False

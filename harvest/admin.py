@@ -1,24 +1,24 @@
-"""Harvest jobs in the admin: to read, to cancel, and to delete the files of."""
+"""Harvest jobs in the admin: to read, cancel, run again, and delete the files of."""
 
-from django.contrib import admin, messages
-from django.db.models import QuerySet
+from django.contrib import admin
 from django.http import HttpRequest
+from django.template.defaultfilters import filesizeformat
 
+from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
 from harvest.models import HarvestJob
 from harvest.services import cancel_harvest, delete_files
+from harvest.services import run_again as run_harvest_again
 
 
 @admin.register(HarvestJob)
-class HarvestJobAdmin(admin.ModelAdmin[HarvestJob]):
+class HarvestJobAdmin(SearchedByIdAndUser[HarvestJob]):
     """Rows that the API and the runners write; an operator only ends them and frees their storage."""
 
-    list_display = ("id", "user", "model", "status", "n_prompts", "tokens", "bytes_written", "created_at", "kept")
-    list_filter = ("status", "base_model")
+    list_display = ("id", "user", "model", "status", "n_prompts", "tokens", "size", "created_at", "kept")
+    list_filter = (MadeFilter, "status", "base_model")
     list_select_related = ("user",)
-    search_fields = ("id", "run_id", "user__username", "user__email")
-    date_hierarchy = "created_at"
-    show_full_result_count = False
-    actions = ("cancel", "delete_their_files")
+    ordering = ("-id",)
+    actions = ("cancel", "run_again", "delete_their_files")
     fields = (
         "id",
         "run_id",
@@ -47,26 +47,44 @@ class HarvestJobAdmin(admin.ModelAdmin[HarvestJob]):
         "result",
     )
 
+    @admin.display(description="written")
+    def size(self, job: HarvestJob) -> str:
+        """What its files take."""
+        return filesizeformat(job.bytes_written)
+
     @admin.display(boolean=True, description="files")
     def kept(self, job: HarvestJob) -> bool:
         """Whether its files are there."""
         return job.status == HarvestJob.Status.DONE and job.files_deleted_at is None
 
-    @admin.action(description="Cancel", permissions=["change"])
-    def cancel(self, request: HttpRequest, queryset: QuerySet[HarvestJob]) -> None:
-        """Cancel the chosen jobs that have not ended."""
-        ids = list(queryset.filter(completed_at__isnull=True).values_list("pk", flat=True))
-        for job_id in ids:
-            cancel_harvest(job_id=job_id)
-        messages.success(request, f"{len(ids)} cancelled.")
+    @operator_action(
+        "Cancel", question="Cancel these Harvest jobs? One whose run has started is charged its reserved tokens."
+    )
+    def cancel(self, request: HttpRequest, job: HarvestJob) -> str | None:
+        """Cancel a job that has not ended."""
+        if job.is_ended:
+            return None
+        return "Cancelled." if cancel_harvest(job_id=job.pk).status == HarvestJob.Status.CANCELLED else None
 
-    @admin.action(description="Delete their files and prompts", permissions=["delete"])
-    def delete_their_files(self, request: HttpRequest, queryset: QuerySet[HarvestJob]) -> None:
-        """Delete the files and prompts of the chosen jobs that have ended."""
-        ids = list(queryset.filter(completed_at__isnull=False).values_list("pk", flat=True))
-        for job_id in ids:
-            delete_files(job_id=job_id)
-        messages.success(request, f"The files of {len(ids)} jobs are being deleted.")
+    @operator_action(
+        "Run again",
+        question="Run these Harvest jobs again? Each becomes a new job of its User and key, held and charged anew.",
+    )
+    def run_again(self, request: HttpRequest, job: HarvestJob) -> str | None:
+        """Put an ended job's corpus in line once more."""
+        return f"Run again, as Harvest job {run_harvest_again(job_id=job.pk).pk}."
+
+    @operator_action(
+        "Delete files and prompts",
+        question="Delete the files and the prompts of these Harvest jobs for good? The rows stay.",
+        permission="delete",
+    )
+    def delete_their_files(self, request: HttpRequest, job: HarvestJob) -> str | None:
+        """Delete the files and prompts of a job that has ended."""
+        if job.files_deleted_at is not None:
+            return None
+        delete_files(job_id=job.pk)
+        return "Files and prompts deleted."
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Never: jobs are submitted."""
@@ -79,9 +97,3 @@ class HarvestJobAdmin(admin.ModelAdmin[HarvestJob]):
     def has_delete_permission(self, request: HttpRequest, obj: HarvestJob | None = None) -> bool:
         """Of ended jobs, whose files go too; deleting a User asks this for each of their jobs."""
         return (obj is None or obj.is_ended) and super().has_delete_permission(request, obj)
-
-    def get_actions(self, request: HttpRequest) -> dict[str, object]:  # type: ignore[override]
-        """Without Django's own deletion of rows, which asks nothing about unfinished ones."""
-        actions = super().get_actions(request)
-        actions.pop("delete_selected", None)
-        return dict(actions)

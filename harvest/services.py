@@ -121,6 +121,35 @@ def submit_harvest(
     return job
 
 
+def run_again(*, job_id: uuid.UUID) -> HarvestJob:
+    """Put the corpus of an ended job in line once more, as a new job of the same User and key, held anew.
+
+    Raises ApiError: `invalid_request` for a job that has not ended or whose prompts were deleted,
+    `harvest_unsupported` for a model that takes none now, and what `submit_harvest` raises.
+    """
+    job = HarvestJob.objects.select_related("user", "api_key", "base_model").get(pk=job_id)
+    corpus = HarvestCorpus.objects.filter(job=job).first()
+    if not job.is_ended:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "The job has not ended.")
+    if corpus is None:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "Its prompts were deleted with its files.")
+    if not (job.base_model.is_enabled and job.base_model.has_harvest):
+        raise ApiError(ErrorCode.HARVEST_UNSUPPORTED, f"{job.base_model.name} takes no Harvest jobs.")
+    plan = HarvestPlan(
+        base_model_id=job.base_model_id,
+        model=job.base_model.name,
+        prompts=json.loads(zstandard.decompress(bytes(corpus.prompts_zstd))),
+        layers=tuple(job.layers),
+        shard_size=job.shard_size,
+        batch_size=job.batch_size,
+        add_special_tokens=job.add_special_tokens,
+        directions=None if corpus.directions is None else bytes(corpus.directions),
+        reserved_tokens=job.reserved_tokens,
+        bytes_at_most=job.bytes_at_most,
+    )
+    return submit_harvest(user=job.user, api_key=job.api_key, plan=plan)
+
+
 def tell_runners(model: str) -> None:
     """Say "look" to the runners of `model`. They look by themselves too: a broker that is away only costs seconds."""
     try:

@@ -3,11 +3,13 @@
 from typing import Any
 
 from django import forms
-from django.contrib import admin, messages
+from django.conf import settings
+from django.contrib import admin
 from django.core.exceptions import ValidationError
-from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.utils import timezone
 
+from acsinfra.core.admin import PlatformAdmin, ReadOnly, operator_action
 from inference.checkpoints import CheckpointError, checkpoint_folder, read_checkpoint_facts
 from inference.engine_args import ALLOWED
 from inference.models import BaseModel, Engine
@@ -61,15 +63,44 @@ class BaseModelForm(forms.ModelForm[BaseModel]):
 
 
 @admin.register(BaseModel)
-class BaseModelAdmin(admin.ModelAdmin[BaseModel]):
+class BaseModelAdmin(PlatformAdmin[BaseModel]):
     """Adds, changes, switches and removes Base models through the services that the commands use."""
 
     form = BaseModelForm
-    list_display = ("name", "served_model_name", "is_enabled", "has_harvest", "activation_dtype", "n_layers", "context")
+    list_display = (
+        "name",
+        "served_model_name",
+        "is_enabled",
+        "has_harvest",
+        "usd_per_gpu_hour",
+        "activation_dtype",
+        "n_layers",
+        "context",
+    )
     list_filter = ("is_enabled", "has_harvest")
     search_fields = ("name", "source", "served_model_name")
     readonly_fields = FACTS
-    actions = ("enable", "disable")
+    search_help_text = "Part of a name or a source."
+    actions = ("enable", "disable", "take_harvests", "refuse_harvests")
+    sortable_by = ("name",)
+    fieldsets: Any = (
+        (None, {"fields": ("name", "source", "revision", "served_model_name", ("is_enabled", "has_harvest"))}),
+        (
+            "Engine",
+            {
+                "fields": (
+                    "dtype",
+                    "max_model_len",
+                    "tensor_parallel_size",
+                    "max_num_seqs",
+                    "kv_cache_bytes",
+                    "extra_args",
+                )
+            },
+        ),
+        ("Price", {"fields": (("gpus", "usd_per_gpu_hour"),)}),
+        ("Read from its checkpoint", {"fields": FACTS}),
+    )
 
     @admin.display(description="context")
     def context(self, model: BaseModel) -> int:
@@ -89,38 +120,68 @@ class BaseModelAdmin(admin.ModelAdmin[BaseModel]):
             saved = update_model(model=BaseModel.objects.get(pk=obj.pk), **fields)
         obj.__dict__.update(saved.__dict__)
 
-    @admin.action(description="Switch on")
-    def enable(self, request: HttpRequest, queryset: QuerySet[BaseModel]) -> None:
-        """Switch the chosen models on."""
-        self._switch(request, queryset, enabled=True)
+    @operator_action("Switch on")
+    def enable(self, request: HttpRequest, model: BaseModel) -> str | None:
+        """Have the API know the model."""
+        return _switch(model, enabled=True)
 
-    @admin.action(description="Switch off")
-    def disable(self, request: HttpRequest, queryset: QuerySet[BaseModel]) -> None:
-        """Switch the chosen models off."""
-        self._switch(request, queryset, enabled=False)
+    @operator_action(
+        "Switch off",
+        question="Switch these models off? The API knows them no more, and Jobs that wait for them fail; what runs "
+        "goes on.",
+    )
+    def disable(self, request: HttpRequest, model: BaseModel) -> str | None:
+        """Take the model out of the API."""
+        return _switch(model, enabled=False)
 
-    def _switch(self, request: HttpRequest, queryset: QuerySet[BaseModel], *, enabled: bool) -> None:
-        for model in queryset:
-            set_enabled(model=model, enabled=enabled)
-        messages.success(request, f"{len(queryset)} switched {'on' if enabled else 'off'}.")
+    @operator_action("Take Harvest jobs")
+    def take_harvests(self, request: HttpRequest, model: BaseModel) -> str | None:
+        """Take Harvest jobs for the model."""
+        return _switch_harvest(model, enabled=True)
+
+    @operator_action(
+        "Take no Harvest jobs", question="Refuse new Harvest jobs for these models? Those that are there go on."
+    )
+    def refuse_harvests(self, request: HttpRequest, model: BaseModel) -> str | None:
+        """Refuse new Harvest jobs for the model."""
+        return _switch_harvest(model, enabled=False)
+
+
+def _switch(model: BaseModel, *, enabled: bool) -> str | None:
+    if model.is_enabled == enabled:
+        return None
+    set_enabled(model=model, enabled=enabled)
+    return f"Switched {'on' if enabled else 'off'}."
+
+
+def _switch_harvest(model: BaseModel, *, enabled: bool) -> str | None:
+    if model.has_harvest == enabled:
+        return None
+    update_model(model=model, has_harvest=enabled)
+    return f"Harvest switched {'on' if enabled else 'off'}."
 
 
 @admin.register(Engine)
-class EngineAdmin(admin.ModelAdmin[Engine]):
-    """The engines that run now; they write these rows themselves."""
+class EngineAdmin(ReadOnly, PlatformAdmin[Engine]):
+    """The inference engines and runners that run now; they write these rows themselves."""
 
-    list_display = ("base_model", "kind", "status", "host", "pid", "started_at", "live_at", "heartbeat_at")
-    list_filter = ("kind", "status")
+    list_display = ("base_model", "kind", "state", "host", "pid", "gpus", "started_at", "loaded_in", "beat")
+    list_filter = ("kind", "status", "base_model")
     list_select_related = ("base_model",)
+    ordering = ("base_model__name", "kind", "started_at")
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Never: an engine registers itself."""
-        return False
+    @admin.display(description="status")
+    def state(self, engine: Engine) -> str:
+        """`starting`, `live`, or `silent` where its heartbeat has stopped."""
+        is_silent = timezone.now() - engine.heartbeat_at > settings.ENGINE_SILENT_AFTER
+        return "silent" if is_silent else engine.status
 
-    def has_change_permission(self, request: HttpRequest, obj: Engine | None = None) -> bool:
-        """Never: an engine's row is its own."""
-        return False
+    @admin.display(description="loaded in")
+    def loaded_in(self, engine: Engine) -> str:
+        """How long it took until it served."""
+        return f"{(engine.live_at - engine.started_at).total_seconds():.0f} s" if engine.live_at else "loading"
 
-    def has_delete_permission(self, request: HttpRequest, obj: Engine | None = None) -> bool:
-        """Never: an engine leaves or falls silent."""
-        return False
+    @admin.display(description="last heartbeat")
+    def beat(self, engine: Engine) -> str:
+        """How long ago it was last heard of."""
+        return f"{max(0.0, (timezone.now() - engine.heartbeat_at).total_seconds()):.0f} s ago"

@@ -67,6 +67,12 @@ class CompletionJob(LeasedWork):
             ),
             models.Index(fields=["user"], condition=Q(status="running"), name="completion_job_running"),
             models.Index(fields=["expires_at"], condition=Q(is_erased=False), name="completion_job_expiry"),
+            # For operators, who look for what did not succeed among years of what did.
+            models.Index(
+                fields=["status", "-id"],
+                condition=Q(status__in=["failed", "cancelled"]),
+                name="completion_job_unsuccessful",
+            ),
         ]
         constraints = [
             *lease_constraints("completion_job", running="running"),

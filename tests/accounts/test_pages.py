@@ -206,7 +206,7 @@ def test_keys_are_paused_resumed_and_revoked_in_the_admin(client: Client, operat
     key, _ = make_key()
     client.force_login(operator)
     for action, state in (("pause", "paused"), ("resume", "working"), ("revoke", "revoked"), ("resume", "revoked")):
-        form = {"action": action, "_selected_action": [key.pk]}
+        form = {"action": action, "_selected_action": [key.pk], "confirmed": "yes"}
         assert client.post("/admin/accounts/apikey/", form).status_code == 302
         key.refresh_from_db()
         assert key.state == state
@@ -217,7 +217,7 @@ def test_limits_are_set_in_the_admin(client: Client, operator: User, user: User)
     page = client.get(f"/admin/accounts/user/{user.pk}/change/")
     form = {name: value for name, value in page.context["adminform"].form.initial.items() if value is not None}
     form |= {"date_joined_0": "2026-01-01", "date_joined_1": "00:00:00", "requests_at_once": "99"}
-    form.pop("last_login", None)
+    form |= {"api_keys-TOTAL_FORMS": "0", "api_keys-INITIAL_FORMS": "0"}
     answer = client.post(f"/admin/accounts/user/{user.pk}/change/", form)
     assert answer.status_code == 302
     user.refresh_from_db()
@@ -232,4 +232,5 @@ def test_a_user_is_made_in_the_admin_with_an_address_of_their_own(client: Client
     assert (made.email, made.has_usable_password(), made.is_staff) == ("ada@example.org", False, False)
     again = client.post("/admin/accounts/user/add/", {**form, "username": "bob", "email": "ADA@example.org"})
     assert again.status_code == 200
+    assert again.context["adminform"].form.errors == {"email": ["Another User has this e-mail address."]}
     assert not User.objects.filter(username="bob").exists()

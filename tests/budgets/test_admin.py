@@ -1,9 +1,14 @@
 """The money in the admin: limits are set there, all else is only read."""
 
+from datetime import datetime
+from typing import Any
+
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.test import Client
 
 from accounts.models import User
+from budgets.errors import BudgetExceeded
 from budgets.models import Budget, Hold, LedgerEntry, MonthlyLimit
 from budgets.selectors import budget_summary
 from budgets.services import settle_hold, take_hold
@@ -27,7 +32,7 @@ def hold() -> Hold:
     return take_hold(user=user, api_key=key, tokens=55, work=new_work())
 
 
-@pytest.mark.parametrize("page", ["budget", "hold", "ledgerentry", "monthlylimit"])
+@pytest.mark.parametrize("page", ["budget", "hold", "ledgerentry"])
 def test_the_lists_show(operator: Client, hold: Hold, page: str) -> None:
     answer = operator.get(f"/admin/budgets/{page}/")
     assert answer.status_code == 200
@@ -55,24 +60,69 @@ def test_the_ledger_says_app_for_work_without_a_key(operator: Client) -> None:
     assert '<td class="field-key">app</td>' in page
 
 
-def test_a_limit_that_is_set_changed_and_taken_away_counts_at_once(operator: Client) -> None:
+def test_a_limit_that_is_set_changed_and_taken_away_on_the_user_s_page_counts_at_once(operator: Client) -> None:
     user = make_user()
     take_hold(user=user, api_key=None, tokens=100, work=new_work())
-    add = operator.post("/admin/budgets/monthlylimit/add/", {"user": user.pk, "monthly_tokens": 150})
-    assert add.status_code == 302
-    assert (budget_summary(user).limit, budget_summary(user).remaining) == (150, 50)
-    operator.post(f"/admin/budgets/monthlylimit/{user.pk}/change/", {"monthly_tokens": 40})
-    assert (budget_summary(user).limit, budget_summary(user).remaining) == (40, 0)
-    operator.post(f"/admin/budgets/monthlylimit/{user.pk}/delete/", {"post": "yes"})
+    for given, limit, left in (("150", 150, 50), ("40", 40, 0), ("", 5_000_000, 4_999_900)):
+        page = operator.get(f"/admin/accounts/user/{user.pk}/change/")
+        answer = operator.post(page.request["PATH_INFO"], filled(page) | {"monthly_tokens": given})
+        assert answer.status_code == 302
+        budget = budget_summary(user)
+        assert (budget.limit, budget.remaining) == (limit, left)
+    said = [entry.get_change_message() for entry in LogEntry.objects.order_by("pk")]
+    assert said == [
+        "Monthly tokens: empty → 150.",
+        "Monthly tokens: 150 → 40.",
+        "Monthly tokens: 40 → empty.",
+    ]
     assert not MonthlyLimit.objects.exists()
-    assert budget_summary(user).limit == 5_000_000
 
 
-def test_limits_are_deleted_by_the_lists_action_too(operator: Client) -> None:
-    user = make_user(monthly_tokens=150)
-    take_hold(user=user, api_key=None, tokens=100, work=new_work())
-    operator.post(
-        "/admin/budgets/monthlylimit/",
-        {"action": "delete_selected", "_selected_action": [user.pk], "post": "yes"},
-    )
-    assert budget_summary(user).limit == 5_000_000
+def test_a_user_s_page_shows_budget_limits_keys_and_the_way_to_their_work(operator: Client) -> None:
+    user = make_user(monthly_tokens=1_000)
+    key = make_key(user)
+    settle_hold(hold=take_hold(user=user, api_key=key, tokens=77, work=new_work()), tokens=66)
+    page = operator.get(f"/admin/accounts/user/{user.pk}/change/").content.decode()
+    assert "66 used, 0 held, 934 left of 1,000 tokens" in page
+    assert f"/admin/budgets/ledgerentry/?q={user.username}" in page
+    assert key.prefix in page
+    assert 'placeholder="16"' in page
+
+
+def test_a_key_s_cap_counts_at_once(operator: Client) -> None:
+    user = make_user(monthly_tokens=1_000)
+    key = make_key(user)
+    take_hold(user=user, api_key=key, tokens=50, work=new_work())
+    form = {"name": key.name, "token_cap": "60", "expires_at_0": "", "expires_at_1": ""}
+    assert operator.post(f"/admin/accounts/apikey/{key.pk}/change/", form).status_code == 302
+    with pytest.raises(BudgetExceeded):
+        take_hold(user=user, api_key=key, tokens=11, work=new_work())
+
+
+def test_holds_and_charges_are_found_by_their_work_and_their_user(operator: Client, hold: Hold) -> None:
+    for term, n_holds, n_charges in (
+        (hold.budget.user.username, 2, 1),
+        (hold.work_id, 1, 0),
+        (str(hold.pk), 1, 0),
+        ("nobody", 0, 0),
+    ):
+        found = [
+            operator.get(f"/admin/budgets/{page}/", {"q": term}).context["cl"].result_count
+            for page in ("hold", "ledgerentry")
+        ]
+        assert found == [n_holds, n_charges], term
+
+
+def filled(page: Any) -> dict[str, Any]:
+    """Return what a browser would send of a change page's form as it stands."""
+    form = page.context["adminform"].form
+    values: dict[str, Any] = {}
+    for name in form.fields:
+        value = form.get_initial_for_field(form.fields[name], name)
+        if isinstance(value, datetime):
+            values |= {f"{name}_0": f"{value:%Y-%m-%d}", f"{name}_1": f"{value:%H:%M:%S}"}
+        elif value is not None and value is not False and name != "password":
+            values[name] = value
+    for formset in page.context["inline_admin_formsets"]:
+        values |= {field.html_name: field.value() for field in formset.formset.management_form}
+    return values

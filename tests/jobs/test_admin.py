@@ -1,0 +1,181 @@
+"""The admin's lists stay cheap on large tables, and its actions go through the services and into the audit log."""
+
+import re
+import uuid
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from accounts.models import ApiKey, User
+from budgets.models import LedgerEntry
+from harvest.models import HarvestCorpus, HarvestJob
+from harvest.services import cancel_harvest, submit_harvest
+from inference.models import BaseModel
+from jobs.models import CompletionJob
+from tests.benchmarks.job_rows import fill
+from tests.harvest.conftest import plan_for
+from tests.jobs.conftest import assert_money, claimed, submit
+
+pytestmark = pytest.mark.django_db
+
+QUERIES_AT_MOST = 10
+ROWS = 6_000
+BIG = ("jobs_completionjob", "budgets_hold", "budgets_ledgerentry")
+# Each ended Job with its Hold and its charge, one Budget a User.
+MONEY = """
+INSERT INTO budgets_budget (user_id, month, token_limit, ceiling, used, held)
+SELECT id, date_trunc('month', now())::date, 1000000, 1000000, 0, 0 FROM accounts_user;
+INSERT INTO budgets_hold (id, budget_id, tokens, state, charged, work_kind, work_id, holder, taken_at, ended_at)
+SELECT uuidv7(-(now() - j.created_at)), b.id, 24, 'settled', 24, 'job', j.id::text, '', j.created_at, j.created_at
+  FROM jobs_completionjob j JOIN budgets_budget b ON b.user_id = j.user_id WHERE j.status = 'succeeded';
+INSERT INTO budgets_ledgerentry (hold_id, budget_id, tokens, work_kind, work_id, charged_at)
+SELECT id, budget_id, charged, work_kind, work_id, ended_at FROM budgets_hold;
+ANALYZE jobs_completionjob; ANALYZE budgets_hold; ANALYZE budgets_ledgerentry; ANALYZE accounts_user;
+ANALYZE budgets_budget;
+"""
+
+
+@pytest.fixture
+def operator() -> Client:
+    client = Client(headers={"host": "testserver"})
+    client.force_login(User.objects.create_superuser("operator", "operator@example.org"))
+    return client
+
+
+@pytest.fixture
+def years(model: BaseModel) -> None:
+    """Fill the tables as years would."""
+    fill(model_name=model.name, ended=ROWS, waiting=200)
+    with connection.cursor() as cursor:
+        cursor.execute(MONEY)
+
+
+def test_lists_of_large_tables_read_no_whole_table(operator: Client, years: None) -> None:
+    job = CompletionJob.objects.filter(status="succeeded").order_by("pk")[ROWS // 2]
+    work = LedgerEntry.objects.get(work_id=str(job.pk))
+    pages = {
+        "jobs/completionjob": ["", "status__exact=failed", f"q={job.pk}", "q=req_job_" + job.pk.hex],
+        "budgets/hold": ["", "state__exact=live", f"q={work.work_id}"],
+        "budgets/ledgerentry": ["", f"q={work.work_id}"],
+    }
+    for page, queries in pages.items():
+        for query in (*queries, "p=3", "made=day", "made=last-month", f"q={job.user.username}", "q=nobody-at-all"):
+            url = f"/admin/{page}/?{query}"
+            with CaptureQueriesContext(connection) as captured:
+                answer = operator.get(url)
+            assert answer.status_code == 200, url
+            statements = [entry["sql"] for entry in captured.captured_queries]
+            assert len(statements) <= QUERIES_AT_MOST, url
+            _assert_indexed(url, statements)
+            if query.startswith("q=") and "nobody" not in query:
+                assert answer.context["cl"].result_count >= 1, url
+    first = operator.get("/admin/jobs/completionjob/")
+    assert "The first 1000 Completion Jobs" in first.content.decode()
+
+
+def _assert_indexed(url: str, statements: list[str]) -> None:
+    for statement in statements:
+        if not statement.startswith("SELECT") or not any(table in statement for table in BIG):
+            continue
+        with connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN {statement}")
+            plan = "\n".join(row[0] for row in cursor.fetchall())
+        assert not re.search(rf"Seq Scan on ({'|'.join(BIG)})", plan), f"{url}\n{statement}\n{plan}"
+
+
+def test_a_job_is_cancelled_after_a_question_and_the_audit_log_says_who(
+    operator: Client, user: User, key: ApiKey, model: BaseModel
+) -> None:
+    submit(user, key, model)
+    job = claimed(model)
+    url, chosen = "/admin/jobs/completionjob/", {"action": "cancel", "_selected_action": [str(job.pk)]}
+    question = operator.post(url, chosen)
+    assert "Cancel these Jobs?" in question.content.decode()
+    job.refresh_from_db()
+    assert job.status == "running"
+    operator.post(url, {**chosen, "confirmed": "yes"})
+    job.refresh_from_db()
+    assert job.status == "cancelled"
+    assert_money(user, used=0)
+    entry = LogEntry.objects.get()
+    assert (entry.user.username, entry.object_id, entry.change_message) == ("operator", str(job.pk), "Cancelled.")
+    operator.post(url, {**chosen, "confirmed": "yes"})
+    assert LogEntry.objects.count() == 1
+
+
+def test_a_harvest_is_run_again_from_its_own_page_and_its_files_deleted(
+    operator: Client, user: User, key: ApiKey, model: BaseModel
+) -> None:
+    first = submit_harvest(user=user, api_key=key, plan=plan_for(model))
+    url = f"/admin/harvest/harvestjob/{first.pk}/change/"
+
+    def act(action: str, job: HarvestJob) -> None:
+        form = {"CHANGE_FORM-action": action, "_selected_action": str(job.pk), "confirmed": "yes"}
+        assert operator.post(f"/admin/harvest/harvestjob/{job.pk}/change/", form).status_code == 302
+
+    assert "CHANGE_FORM-action" in operator.get(url).content.decode()
+    act("run_again", first)
+    assert HarvestJob.objects.count() == 1, "it has not ended"
+    cancel_harvest(job_id=first.pk)
+    act("run_again", first)
+    again = HarvestJob.objects.exclude(pk=first.pk).get()
+    assert (again.status, again.user, again.api_key) == ("pending", user, key)
+    assert (again.layers, again.reserved_tokens) == (first.layers, first.reserved_tokens)
+    corpora = HarvestCorpus.objects.values_list("prompts_zstd", flat=True)
+    assert len({bytes(prompts) for prompts in corpora}) == 1
+    assert_money(user, used=0, held=first.reserved_tokens)
+    act("delete_their_files", first)
+    first.refresh_from_db()
+    assert first.files_deleted_at is not None
+    act("run_again", first)
+    assert HarvestJob.objects.count() == 2, "its prompts are gone"
+    assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == [
+        f"Run again, as Harvest job {again.pk}.",
+        "Files and prompts deleted.",
+    ]
+
+
+def test_the_audit_log_cannot_be_changed_and_keeps_its_operators(operator: Client, key: ApiKey) -> None:
+    operator.post("/admin/accounts/apikey/", {"action": "pause", "_selected_action": [key.pk]})
+    entry = LogEntry.objects.get()
+    page = operator.get("/admin/admin/logentry/?q=operator").content.decode()
+    assert "Paused." in page
+    assert operator.post(f"/admin/admin/logentry/{entry.pk}/delete/", {"post": "yes"}).status_code == 403
+    assert operator.post(f"/admin/admin/logentry/{entry.pk}/change/", {"change_message": "no"}).status_code == 403
+    assert operator.get("/admin/admin/logentry/add/").status_code == 403
+    operator.post(f"/admin/accounts/user/{entry.user_id}/delete/", {"post": "yes"})
+    assert LogEntry.objects.count() == 1
+
+
+def test_a_suspended_user_is_out_and_an_approved_one_is_in(operator: Client, user: User, key: ApiKey) -> None:
+    theirs = Client(headers={"host": "testserver"})
+    theirs.force_login(user)
+    chosen = {"_selected_action": [user.pk], "confirmed": "yes"}
+    operator.post("/admin/accounts/user/", {"action": "suspend", **chosen})
+    user.refresh_from_db()
+    assert not user.is_active
+    assert theirs.get("/app").status_code == 302
+    operator.post("/admin/accounts/user/", {"action": "activate", **chosen})
+    assert theirs.get("/app").status_code == 200
+    me = LogEntry.objects.first()
+    assert me is not None
+    operator.post("/admin/accounts/user/", {"action": "suspend", "_selected_action": [me.user_id], "confirmed": "yes"})
+    assert User.objects.get(pk=me.user_id).is_active
+
+
+def test_odd_searches_and_ids_break_nothing(operator: Client, user: User, key: ApiKey, model: BaseModel) -> None:
+    submit(user, key, model)
+    for page in ("jobs/completionjob", "harvest/harvestjob", "budgets/hold", "budgets/ledgerentry", "admin/logentry"):
+        for term in ("%00", "é%'\"\\", "f" * 33, "x" * 3_000, str(uuid.UUID(int=0))):
+            assert operator.get(f"/admin/{page}/", {"q": term}).status_code == 200
+        assert operator.get(f"/admin/{page}/none/change/").status_code == 302
+    body = {"action": "cancel", "_selected_action": ["none"], "confirmed": "yes"}
+    assert operator.post("/admin/jobs/completionjob/", body).status_code == 302
+    assert operator.post("/admin/accounts/user/", body | {"action": "suspend"}).status_code == 302
+    job = CompletionJob.objects.get()
+    own_page = {"CHANGE_FORM-action": "cancel", "_selected_action": "none", "confirmed": "yes"}
+    assert operator.post(f"/admin/jobs/completionjob/{job.pk}/change/", own_page).status_code == 400
+    assert CompletionJob.objects.get().status == "queued"
