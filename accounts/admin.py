@@ -24,14 +24,9 @@ admin.site.site_url = "/app"
 admin.site.unregister(Group)
 
 LIMITS = (
-    "requests_at_once",
-    "requests_queued",
-    "requests_per_minute",
-    "jobs_unfinished",
-    "jobs_running",
-    "harvests_unfinished",
-    "harvests_per_month",
-    "harvest_waits_at_once",
+    ("requests_at_once", "requests_queued", "requests_per_minute"),
+    ("jobs_unfinished", "jobs_running"),
+    ("harvests_unfinished", "harvests_per_month", "harvest_waits_at_once"),
     "storage_quota_bytes",
 )
 
@@ -48,7 +43,7 @@ class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
     filter_horizontal = ()
     readonly_fields = ("date_joined", "last_login")
     actions = ("activate", "suspend")
-    fieldsets: Any = (
+    fieldsets = (
         (None, {"fields": (("username", "email"), ("first_name", "last_name"), "password")}),
         ("Access", {"fields": (("is_active", "is_staff", "is_superuser"), ("date_joined", "last_login"))}),
         ("Limits", {"description": "Empty: the setting of the same name.", "fields": LIMITS}),

@@ -1,10 +1,12 @@
-"""Who sends a request: `Authorization: Bearer <key>`, looked up by the key's hash in one indexed query."""
+"""Who sends a request: `Authorization: Bearer <key>`, looked up by its hash in one query; or the App's session."""
 
 import asyncio
 import time
 from datetime import datetime, timedelta
 
 import structlog
+from asgiref.sync import sync_to_async
+from django.db import close_old_connections
 from django.http import HttpRequest
 from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
@@ -12,14 +14,39 @@ from rest_framework.request import Request
 
 from accounts.keys import digest_of, is_key_text
 from accounts.models import ApiKey, User
-from accounts.rates import begin_count, require_rate
+from accounts.rates import begin_count, require_rate, require_rate_of_user
 from accounts.selectors import find_key, find_key_async
 from acsinfra.core.db import connection
-from acsinfra.core.errors import invalid_api_key
+from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
 
 logger = structlog.get_logger(__name__)
 
 LAST_USED_EVERY = timedelta(minutes=5)
+
+
+class SessionAuthentication(BaseAuthentication):
+    """Authenticates by the App's session, for the App's own doors to views of the API: no key, and so no key's cap.
+
+    Only for paths outside /v1, where sessions are read and the CSRF token of what changes something is checked.
+    """
+
+    async def authenticate_async(self, request: Request) -> tuple[User, None]:
+        """The signed-in User; `401 invalid_api_key`, or `429 rate_limited` past the User's rate."""
+        user = await request._request.auser()
+        # The session was read by the ORM, whose connection must not be kept while the request waits.
+        await sync_to_async(close_old_connections)()
+        if not isinstance(user, User):
+            raise ApiError(ErrorCode.INVALID_API_KEY, "You are signed out. Sign in, and try again.")
+        await require_rate_of_user(user)
+        return user, None
+
+    def authenticate(self, request: Request) -> None:
+        """Never for a synchronous view: none has such a door."""
+        return
+
+    def authenticate_header(self, request: Request) -> str:
+        """What `WWW-Authenticate` says: a browser must not ask for a password."""
+        return "Session"
 
 
 class ApiKeyAuthentication(BaseAuthentication):

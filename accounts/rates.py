@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 from redis.exceptions import RedisError
 
-from accounts.models import ApiKey
+from accounts.models import ApiKey, User
 from accounts.selectors import limit
 from acsinfra.core.courier import BrokerAway, shared_courier
 from acsinfra.core.errors import ApiError, ErrorCode
@@ -78,21 +78,30 @@ async def require_rate(key: ApiKey, *, digest: bytes, begun: _Count | None) -> N
             _known.clear()
         _known[digest] = (key.pk, per_minute)
         begun = None
-    count = begun or _ask(key.pk, per_minute)
+    await _require("This API key", begun or _ask(key.pk, per_minute), per_minute)
+
+
+async def require_rate_of_user(user: User) -> None:
+    """Count a request that `user` sends from the App, beside those of their keys, or raise `429 rate_limited`."""
+    per_minute = limit(user, "requests_per_minute") or 0
+    await _require("The App", _ask(f"user-{user.pk}", per_minute), per_minute)
+
+
+async def _require(who: str, count: _Count | None, per_minute: int) -> None:
     seconds = 0 if count is None else await _answer(count)
     if seconds:
         raise ApiError(
             ErrorCode.RATE_LIMITED,
-            f"This API key may send {per_minute:,} requests a minute; there is room again in {seconds} s.",
+            f"{who} may send {per_minute:,} requests a minute; there is room again in {seconds} s.",
             headers={"Retry-After": str(seconds)},
         )
 
 
-def _ask(key_id: int, per_minute: int) -> _Count | None:
+def _ask(sender: int | str, per_minute: int) -> _Count | None:
     """The count under way; None while Redis is away."""
     if time.monotonic() < _away_until:
         return None
-    count = shared_courier().ask("EVAL", _COUNT, 1, f"acs:rate:{key_id}", per_minute, patience=PATIENCE_SECONDS)
+    count = shared_courier().ask("EVAL", _COUNT, 1, f"acs:rate:{sender}", per_minute, patience=PATIENCE_SECONDS)
     # Of a request that goes away, or whose key turns out to be none, nobody hears the answer.
     count.add_done_callback(_hear)
     return count

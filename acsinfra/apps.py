@@ -9,5 +9,9 @@ class AcsInfraConfig(AppConfig):
     name = "acsinfra"
 
     def ready(self) -> None:
-        """Register the checks of the settings and what the OpenAPI document says of our fields."""
+        """Register the settings' checks, what the OpenAPI document says of our fields, and the count of requests."""
         from acsinfra.core import checks, schema  # noqa: F401
+        from acsinfra.core.lifespan import while_serving
+        from acsinfra.core.traffic import counting
+
+        while_serving(counting)

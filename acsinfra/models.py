@@ -67,3 +67,30 @@ class IdempotencyKey(models.Model):
 
     def __str__(self) -> str:
         return f"idempotency key of {self.user}"
+
+
+class RequestCount(models.Model):
+    """The answered requests of one hour (UTC) that are of one kind; `core.traffic` writes it.
+
+    `bucket` says how long they took: at most `traffic.BUCKETS[bucket]` seconds, or longer than all of those. `seconds`
+    is the sum of their times.
+    """
+
+    hour = models.DateTimeField()
+    route = models.CharField(max_length=200)
+    method = models.CharField(max_length=10)
+    status = models.PositiveSmallIntegerField()
+    code = models.CharField(max_length=50, blank=True)
+    bucket = models.PositiveSmallIntegerField()
+    requests = models.PositiveBigIntegerField()
+    seconds = models.FloatField()
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["hour", "route", "method", "status", "code", "bucket"], name="acsinfra_requestcount_one_an_hour"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.route} {self.status} {self.code}, {self.hour:%Y-%m-%d %H}:00"

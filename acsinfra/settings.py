@@ -46,6 +46,8 @@ BEHIND_TLS_PROXY = env.bool("BEHIND_TLS_PROXY", default=False)
 ALLOW_PLAIN_HTTP = env.bool("ALLOW_PLAIN_HTTP", default=False)
 ALLOW_PLAIN_SERVICES = env.bool("ALLOW_PLAIN_SERVICES", default=False)
 
+METRICS_TOKEN = env.str("METRICS_TOKEN", default="")
+
 # The parts: PostgreSQL, a Redis or Valkey broker, a folder or S3
 DATABASE_URL = env.str("DATABASE_URL", default="")
 BROKER_URL = env.str("BROKER_URL", default="")

@@ -83,7 +83,7 @@ class BaseModelAdmin(PlatformAdmin[BaseModel]):
     search_help_text = "Part of a name or a source."
     actions = ("enable", "disable", "take_harvests", "refuse_harvests")
     sortable_by = ("name",)
-    fieldsets: Any = (
+    fieldsets = (
         (None, {"fields": ("name", "source", "revision", "served_model_name", ("is_enabled", "has_harvest"))}),
         (
             "Engine",

@@ -38,6 +38,7 @@ class Exchange:
         self._is_over = False
         self.request_id = work.request_id
         self.usage: Count | None = None
+        self.error_code = ""
 
     async def begin(self, *, payer: Payer, at_once: int, queued: int) -> None:
         """Get in the payer's line, hold the tokens, wait for the place, then publish the work.
@@ -149,10 +150,22 @@ async def answer_whole(exchange: Exchange) -> HttpResponseBase:
 async def answer_stream(exchange: Exchange) -> HttpResponseBase:
     """The answer as server-sent events; returns, with the status, once the first chunk is there."""
     first = await exchange.next()
-    response = StreamingHttpResponse(_Parts(exchange, _events(exchange, first)), content_type="text/event-stream")
+    response = _EventStream(exchange, _events(exchange, first))
     response["Cache-Control"] = "no-cache"
     response["X-Accel-Buffering"] = "no"
     return response
+
+
+class _EventStream(StreamingHttpResponse):
+    """A stream of events, which knows the code of the error that it ended with."""
+
+    def __init__(self, exchange: Exchange, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(_Parts(exchange, events), content_type="text/event-stream")
+        self._exchange = exchange
+
+    @property
+    def error_code(self) -> str:
+        return self._exchange.error_code
 
 
 class _Parts:
@@ -188,6 +201,7 @@ async def _events(exchange: Exchange, first: Body | Chunk | End) -> AsyncGenerat
             yield b"".join(b"data: " + chunk.data + b"\n\n" for chunk in exchange.more_chunks(frame))
             frame = await exchange.next()
     except ApiError as error:
+        exchange.error_code = error.code.value
         exchange.end()
         yield b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
         return

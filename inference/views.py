@@ -84,7 +84,7 @@ class CompletionsView(ApiView):
         exchange = Exchange(bus, work)
         begin = partial(
             exchange.begin,
-            payer=Payer(user, cast("ApiKey", request.auth)),
+            payer=Payer(user, cast("ApiKey | None", request.auth)),
             at_once=limit(user, "requests_at_once") or 0,
             queued=limit(user, "requests_queued") or 0,
         )
@@ -103,9 +103,7 @@ class CompletionsView(ApiView):
         if key is None:
             return None
         is_long = len(request._request.body) > PARSE_HERE_BYTES
-        read = partial(
-            idempotent_request, user_id=cast("ApiKey", request.auth).user_id, key=key, route=ROUTE, body=self.json
-        )
+        read = partial(idempotent_request, user_id=cast("User", request.user).pk, key=key, route=ROUTE, body=self.json)
         return await in_thread_if(is_long, read)
 
 

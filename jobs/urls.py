@@ -1,11 +1,16 @@
 """The routes of Jobs, and the pages of both kinds of job."""
 
+from django.contrib import admin
 from django.urls import path
 
 from jobs import pages
+from jobs.dashboard import dashboard
+from jobs.metrics import metrics
 from jobs.views import JobCancelView, JobResultView, JobsView, JobView
 
 urlpatterns = [
+    path("metrics", metrics),
+    path("admin/dashboard/", admin.site.admin_view(dashboard), name="dashboard"),
     path("v1/completion-jobs", JobsView.as_view()),
     path("v1/completion-jobs/<any_uuid:job_id>", JobView.as_view()),
     path("v1/completion-jobs/<any_uuid:job_id>/cancel", JobCancelView.as_view()),

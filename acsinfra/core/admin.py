@@ -18,7 +18,7 @@ from django.core.paginator import Paginator
 from django.db import transaction
 from django.db.models import Model, Q, QuerySet
 from django.forms import ModelForm
-from django.http import HttpRequest, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.template.response import TemplateResponse
 from django.utils import timezone
@@ -63,7 +63,7 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
     show_facets = admin.ShowFacets.NEVER
     list_per_page = 50
     list_max_show_all = 0
-    sortable_by = ()
+    sortable_by: tuple[str, ...] = ()
     actions_selection_counter = True
 
     def get_actions(
@@ -74,7 +74,7 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
         actions.pop("delete_selected", None)
         return actions
 
-    def response_action(self, request: HttpRequest, queryset: QuerySet[M], **place: Any) -> HttpResponseBase | None:
+    def response_action(self, request: HttpRequest, queryset: QuerySet[M], **place: Any) -> HttpResponse | None:
         """Django's, without its server error for an id that is none."""
         pk = self.opts.pk
         try:

@@ -81,6 +81,7 @@ def _as_http(response: HttpResponseBase) -> HttpResponseBase:
         return response
     body = b"" if response.data is None else render_json(response.data)
     plain = HttpResponse(body, status=response.status_code, content_type="application/json")
+    plain.error_code = getattr(response, "error_code", "")  # type: ignore[attr-defined]
     for name, value in response.items():
         if name != "Content-Type":
             plain[name] = value

@@ -224,4 +224,6 @@ def exception_handler(error: Exception, context: Mapping[str, Any]) -> Response:
     view = context.get("view")
     if answer.code is ErrorCode.METHOD_NOT_ALLOWED and view is not None:
         answer.headers["Allow"] = ", ".join(view.allowed_methods)
-    return Response(answer.body(), status=answer.status, headers=answer.headers)
+    response = Response(answer.body(), status=answer.status, headers=answer.headers)
+    response.error_code = answer.code.value
+    return response

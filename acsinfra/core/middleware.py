@@ -22,6 +22,7 @@ from acsinfra.core.errors import ApiError, error_of_status, invalid, not_found
 from acsinfra.core.ids import new_request_id
 from acsinfra.core.paths import is_api_path, is_page_path, loggable_path
 from acsinfra.core.renderers import render_json
+from acsinfra.core.traffic import count_request
 
 logger = structlog.get_logger("acsinfra.requests")
 
@@ -61,29 +62,37 @@ class RequestIdMiddleware(AsyncMiddleware):
             try:
                 response = await self.get_response(request)
             except asyncio.CancelledError:
-                _log_request(request, request_id, CLIENT_CLOSED_REQUEST, started)
+                _note_request(request, request_id, CLIENT_CLOSED_REQUEST, "", started)
                 raise
         response["X-Request-Id"] = request_id
         # Django would log 4xx answers once more.
         response._has_been_logged = True  # type: ignore[attr-defined]
         if response.streaming:
             response._resource_closers.append(  # type: ignore[attr-defined]
-                lambda: _log_request(request, request_id, response.status_code, started)
+                lambda: _note_request(request, request_id, response.status_code, error_code_of(response), started)
             )
         else:
-            _log_request(request, request_id, response.status_code, started)
+            _note_request(request, request_id, response.status_code, error_code_of(response), started)
         return response
 
 
-def _log_request(request: HttpRequest, request_id: str, status: int, started: float) -> None:
+def error_code_of(response: HttpResponseBase) -> str:
+    """The code of the error that `response` is, or that its stream ended with; empty for none."""
+    return getattr(response, "error_code", "")
+
+
+def _note_request(request: HttpRequest, request_id: str, status: int, code: str, started: float) -> None:
     key = getattr(request, "api_key", None)
+    seconds = time.perf_counter() - started
+    count_request(request, status=status, code=code, seconds=seconds)
     logger.info(
         "request",
         request_id=request_id,
         method=request.method,
         path=loggable_path(request.path),
         status=status,
-        ms=round((time.perf_counter() - started) * 1000, 1),
+        code=code or None,
+        ms=round(seconds * 1000, 1),
         user_id=key.user_id if key else None,
         key_prefix=key.prefix if key else None,
     )
@@ -118,9 +127,11 @@ class ApiMiddleware(AsyncMiddleware):
 
 def as_response(error: ApiError) -> HttpResponse:
     """`error` as Django's response, outside DRF's views."""
-    return HttpResponse(
+    response = HttpResponse(
         render_json(error.body()), status=error.status, headers=error.headers, content_type="application/json"
     )
+    response.error_code = error.code.value  # type: ignore[attr-defined]
+    return response
 
 
 def _options(request: HttpRequest) -> HttpResponse:

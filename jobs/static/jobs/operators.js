@@ -1,0 +1,13 @@
+// Names for what Django's admin leaves without one: the boxes of its searched lists, for a screen reader.
+"use strict";
+
+addEventListener("load", () => {
+  for (const select of document.querySelectorAll("select.admin-autocomplete")) {
+    const label = document.querySelector(`label[for="${CSS.escape(select.id)}"]`);
+    const boxes = select.nextElementSibling?.querySelectorAll("[role=combobox], [role=textbox]") ?? [];
+    for (const box of boxes) {
+      box.removeAttribute("aria-labelledby");
+      box.setAttribute("aria-label", label?.textContent.trim().replace(/:$/, "") ?? "Choose");
+    }
+  }
+});
