@@ -89,7 +89,14 @@ class Exchange:
         return chunks
 
     def end(self) -> None:
-        """Give the place back and end the Hold; an answer that is not whole is stopped in the engine."""
+        """Give the place back and end the Hold; an answer that is not whole is stopped in the engine.
+
+        From another thread, such as the one in which Django closes the response of a page, it is done in the loop.
+        """
+        if not _runs_in(self._loop):
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self.end)
+            return
         place, self._place = self._place, None
         hold, self._hold = self._hold, None
         inbox, self._inbox = self._inbox, None
@@ -108,6 +115,13 @@ class Exchange:
 
     def _deadline(self) -> "_Deadline":
         return _Deadline(self._work.deadline - time.time())
+
+
+def _runs_in(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 async def _end_hold(bus: Bus, hold: Hold, inbox: Inbox | None, *, usage: Count | None, is_over: bool) -> None:

@@ -157,4 +157,5 @@ def _money() -> Iterator[Metric]:
 def _rows(query: str) -> list[Any]:
     with connection.cursor() as cursor:
         cursor.execute(query)
-        return cursor.fetchall()
+        rows: list[Any] = cursor.fetchall()
+    return rows

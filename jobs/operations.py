@@ -167,4 +167,5 @@ def look_back(past: timedelta) -> Window:
 def _rows(query: LiteralString, **values: Any) -> list[Any]:
     with connection.cursor() as cursor:
         cursor.execute(query, values or None)
-        return cursor.fetchall()
+        rows: list[Any] = cursor.fetchall()
+    return rows

@@ -23,6 +23,7 @@ from django.http.response import HttpResponseBase
 from django.template.response import TemplateResponse
 from django.utils import timezone
 from django.utils.functional import cached_property
+from django.utils.text import capfirst
 
 from acsinfra.core.errors import ApiError
 
@@ -63,7 +64,7 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
     show_facets = admin.ShowFacets.NEVER
     list_per_page = 50
     list_max_show_all = 0
-    sortable_by: tuple[str, ...] = ()
+    sortable_by: ClassVar[tuple[str, ...]] = ()
     actions_selection_counter = True
 
     def get_actions(
@@ -74,7 +75,12 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
         actions.pop("delete_selected", None)
         return actions
 
-    def response_action(self, request: HttpRequest, queryset: QuerySet[M], **place: Any) -> HttpResponse | None:
+    def response_action(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[M],
+        action_location: admin.ActionLocation = admin.ActionLocation.CHANGE_LIST,
+    ) -> HttpResponse | None:
         """Django's, without its server error for an id that is none."""
         pk = self.opts.pk
         try:
@@ -83,7 +89,7 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
         except ValidationError:
             messages.error(request, "What was chosen is not here.")
             return HttpResponseRedirect(request.get_full_path())
-        return super().response_action(request, queryset, **place)
+        return super().response_action(request, queryset, action_location=action_location)
 
     def construct_change_message(  # type: ignore[override]
         self, request: HttpRequest, form: ModelForm[Any], formsets: Any, add: bool = False
@@ -96,7 +102,7 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
 
 def _change(form: ModelForm[Any], name: str) -> str:
     field = form.fields[name]
-    label = str(field.label or name.replace("_", " "))
+    label = capfirst(str(field.label or name.replace("_", " ")))
     if name in _SECRET_FIELDS:
         return f"{label} changed"
     before, after = form.get_initial_for_field(field, name), form.cleaned_data.get(name)

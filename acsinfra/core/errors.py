@@ -225,5 +225,5 @@ def exception_handler(error: Exception, context: Mapping[str, Any]) -> Response:
     if answer.code is ErrorCode.METHOD_NOT_ALLOWED and view is not None:
         answer.headers["Allow"] = ", ".join(view.allowed_methods)
     response = Response(answer.body(), status=answer.status, headers=answer.headers)
-    response.error_code = answer.code.value
+    response.error_code = answer.code.value  # type: ignore[attr-defined]
     return response

@@ -160,13 +160,14 @@ def test_a_study_of_steering_needs_no_code_and_its_code_gives_the_same(
             "shape": [1, len(vector)],
             "compression": "none",
         }
-        body = {"model": "tiny", "prompt": "The sky is", "max_tokens": 12, "temperature": 0}
+        body = {"model": "tiny", "prompt": "The sky is", "max_tokens": 12, "temperature": 0, "logprobs": 0}
         steering = [{"activations": tensor, "layer_indices": [1], "scale": 6.0}]
         by_hand = [
-            client.post("completions", json={**body, **extra}).json()["choices"][0]["text"]
+            client.post("completions", json={**body, **extra}).json()["choices"][0]
             for extra in ({}, {"apply_steering_vectors": steering})
         ]
-    assert [base, steered] == by_hand
+    assert [base, steered] == ["".join(choice["logprobs"]["tokens"]) for choice in by_hand]
+    base_text, steered_text = (choice["text"] for choice in by_hand)
 
     workbench.get_by_role("tab", name="Python").click()
     code = workbench.locator("#python code").text_content() or ""
@@ -174,11 +175,11 @@ def test_a_study_of_steering_needs_no_code_and_its_code_gives_the_same(
     ran = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=60
     )
-    assert ran.stdout.splitlines() == [f"base {base!r}", f"steered {steered!r}"], ran.stderr
+    assert ran.stdout.splitlines() == [f"base {base_text!r}", f"steered {steered_text!r}"], ran.stderr
     workbench.get_by_role("tab", name="curl").click()
     curl = workbench.locator("#curl code").text_content() or ""
     answered = subprocess.run(curl, shell=True, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(answered.stdout)["choices"][0]["text"] == steered
+    assert json.loads(answered.stdout)["choices"][0]["text"] == steered_text
 
 
 def test_the_doors_want_a_session_and_its_csrf_token(api: Stack, person: Person) -> None:
@@ -201,5 +202,5 @@ def test_the_doors_want_a_session_and_its_csrf_token(api: Stack, person: Person)
             client.post(door, content=b"[", headers=headers | {"Content-Type": "application/json"}).status_code == 400
         )
         twice = client.post(door, json=body, headers=headers | {"Idempotency-Key": "once"})
-        assert twice.json()["error"]["code"] in ("model_unavailable", "model_starting") or twice.status_code == 200
+        assert twice.status_code in (200, 503)
         assert client.get("/app/workbench/models").json()["data"][0]["id"] == "tiny"

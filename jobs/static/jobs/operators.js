@@ -1,7 +1,7 @@
 // Names for what Django's admin leaves without one: the boxes of its searched lists, for a screen reader.
 "use strict";
 
-addEventListener("load", () => {
+function nameSearchedLists() {
   for (const select of document.querySelectorAll("select.admin-autocomplete")) {
     const label = document.querySelector(`label[for="${CSS.escape(select.id)}"]`);
     const boxes = select.nextElementSibling?.querySelectorAll("[role=combobox], [role=textbox]") ?? [];
@@ -10,4 +10,8 @@ addEventListener("load", () => {
       box.setAttribute("aria-label", label?.textContent.trim().replace(/:$/, "") ?? "Choose");
     }
   }
-});
+}
+
+// The lists are made at some time after the page is there, and again for each row that is added.
+new MutationObserver(nameSearchedLists).observe(document.body, { childList: true, subtree: true });
+nameSearchedLists();
