@@ -1,7 +1,8 @@
 """The operators' dashboard in the admin: what runs and waits now, and what happened in a day or a week."""
 
+from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final
 
 from django.contrib import admin
@@ -11,7 +12,7 @@ from django.template.response import TemplateResponse
 from django.utils import timezone
 
 from budgets.spend import read_spending
-from jobs.operations import Window, engines_now, look_back, queue_lengths, unfinished_work
+from jobs.operations import Window, look_back, models_now, queue_lengths, unfinished_work
 
 WINDOWS: Final = {"day": ("Past 24 hours", timedelta(days=1)), "week": ("Past 7 days", timedelta(days=7))}
 WIDTH, HEIGHT = 720, 140
@@ -47,9 +48,9 @@ def dashboard(request: HttpRequest) -> HttpResponse:
         "most": most,
         "width": WIDTH,
         "height": HEIGHT,
-        "totals": {outcome: sum(n for _, kind, n in window.hours if kind == outcome) for outcome in OUTCOMES},
+        "totals": sum(window.requests.hours.values(), Counter()),
         "gpu": [(model, kind, seconds / 3600, usd) for model, kind, seconds, usd in window.gpu],
-        "routes": [(route, n, mean * 1000) for route, n, mean in window.routes],
+        "routes": [(route, n, mean * 1000) for route, n, mean in window.requests.routes],
         "waits": [(kind, model, n, *percentiles) for kind, model, n, percentiles in window.waits],
         **_now(),
     }
@@ -58,11 +59,12 @@ def dashboard(request: HttpRequest) -> HttpResponse:
 
 def _now() -> dict[str, Any]:
     spending = read_spending()
+    models, engines = models_now()
     return {
         "now": timezone.now(),
-        "engines": engines_now(),
+        "engines": engines,
         "work": unfinished_work(),
-        "queues": queue_lengths(),
+        "queues": queue_lengths(models),
         "spending": spending,
         "refusal": spending.refusal(),
     }
@@ -70,17 +72,15 @@ def _now() -> dict[str, Any]:
 
 def _bars(window: Window) -> tuple[list[Bar], int]:
     """The hours as stacked bars, and the most requests of one hour."""
-    counts: dict[datetime, dict[str, int]] = {}
-    for hour, outcome, requests in window.hours:
-        counts.setdefault(hour, {})[outcome] = requests
-    most = max((sum(of_hour.values()) for of_hour in counts.values()), default=0)
+    counts = window.requests.hours
+    most = max((of_hour.total() for of_hour in counts.values()), default=0)
     n_hours = int((timezone.now() - window.since) / timedelta(hours=1)) + 1
     step = WIDTH / n_hours
     bars: list[Bar] = []
     for hour, of_hour in sorted(counts.items()):
         x, top = (hour - window.since) / timedelta(hours=1) * step, float(HEIGHT)
         for outcome in OUTCOMES:
-            requests = of_hour.get(outcome, 0)
+            requests = of_hour[outcome]
             if requests:
                 height = max(1.0, requests / most * HEIGHT)
                 top -= height

@@ -20,7 +20,7 @@ from acsinfra.core.db import database_step
 from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.middleware import as_response
 from budgets.spend import read_spending
-from jobs.operations import engines_now, queue_lengths, unfinished_work
+from jobs.operations import EngineNow, models_now, queue_lengths, unfinished_work
 
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-Ip")
 
@@ -69,8 +69,9 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         yield from _requests()
-        yield from _work()
-        yield from _engines()
+        models, engines = models_now()
+        yield from _work(models)
+        yield from _engines(engines)
         yield from _money()
 
 
@@ -100,7 +101,7 @@ def _requests() -> Iterator[Metric]:
     yield seconds
 
 
-def _work() -> Iterator[Metric]:
+def _work(models: list[str]) -> Iterator[Metric]:
     labels = ["kind", "model", "status"]
     count = GaugeMetricFamily("acs_unfinished_jobs", "Jobs and Harvest jobs that wait or run.", labels=labels)
     oldest = GaugeMetricFamily("acs_oldest_job_seconds", "Age of the oldest of them.", labels=labels)
@@ -109,7 +110,7 @@ def _work() -> Iterator[Metric]:
         oldest.add_metric([work.kind, work.model, work.status], work.oldest)
     yield count
     yield oldest
-    lengths = queue_lengths()
+    lengths = queue_lengths(models)
     yield GaugeMetricFamily("acs_broker_up", "Whether Redis answers.", value=float(lengths is not None))
     messages = GaugeMetricFamily("acs_queue_messages", "Messages that wait in a queue.", labels=["queue"])
     for queue, length in (lengths or {}).items():
@@ -117,13 +118,13 @@ def _work() -> Iterator[Metric]:
     yield messages
 
 
-def _engines() -> Iterator[Metric]:
+def _engines(registered: list[EngineNow]) -> Iterator[Metric]:
     engines = GaugeMetricFamily("acs_engines", "Engines and runners.", labels=["model", "kind", "state"])
     silence = GaugeMetricFamily(
         "acs_engine_heartbeat_age_seconds", "Since an engine's last heartbeat.", labels=["model", "kind", "host", "pid"]
     )
     counts: dict[tuple[str, str, str], int] = {}
-    for engine in engines_now():
+    for engine in registered:
         kind = (engine.model, engine.kind, engine.state)
         counts[kind] = counts.get(kind, 0) + 1
         silence.add_metric([engine.model, engine.kind, engine.host, str(engine.pid)], engine.silence)

@@ -3,6 +3,8 @@
 Every read goes by an index or a small table, whatever the tables' size.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, LiteralString
@@ -16,7 +18,6 @@ from redis.exceptions import RedisError
 from acsinfra.core.admin import uuid7_at
 from harvest.services import runner_queue
 from inference.bus import keys
-from inference.models import BaseModel, Engine
 from jobs.services import jobs_queue
 
 REDIS_SECONDS: Final = 1.0
@@ -31,6 +32,12 @@ SELECT 'harvest', m.name, j.status, count(*), extract(epoch FROM now() - min(j.c
   FROM harvest_harvestjob j JOIN inference_basemodel m ON m.id = j.base_model_id
  WHERE j.status IN ('pending', 'running') GROUP BY m.name, j.status
  ORDER BY 1, 2, 3
+"""
+_MODELS: Final[LiteralString] = """
+SELECT m.name, m.is_enabled, e.kind, e.status, e.host, e.pid, e.gpus,
+       greatest(0, extract(epoch FROM now() - e.heartbeat_at))::float8
+  FROM inference_basemodel m LEFT JOIN inference_engine e ON e.base_model_id = m.id
+ ORDER BY m.name, e.kind, e.started_at
 """
 # How long work waited for its first start. Ids carry their time, so that the primary key gives a span of time.
 _WAITS: Final[LiteralString] = """
@@ -54,18 +61,11 @@ SELECT model, kind, sum(seconds)::float8, sum(seconds * usd_per_gpu_hour / 3600)
           FROM budgets_gputime WHERE day >= %(since)s::date AND until > %(since)s) up
  GROUP BY model, kind ORDER BY 3 DESC
 """
-_HOURS: Final[LiteralString] = """
-SELECT hour, CASE WHEN status < 400 THEN 'ok' WHEN status < 500 THEN 'refused' ELSE 'failed' END, sum(requests)::bigint
-  FROM acsinfra_requestcount WHERE hour >= %(since)s AND route LIKE '/v1%%' GROUP BY 1, 2
+_REQUESTS: Final[LiteralString] = """
+SELECT hour, method, route, status, code, sum(requests)::bigint, sum(seconds)::float8
+  FROM acsinfra_requestcount WHERE hour >= %(since)s AND route LIKE '/v1%%' GROUP BY 1, 2, 3, 4, 5
 """
-_ERRORS: Final[LiteralString] = """
-SELECT code, min(status), sum(requests)::bigint FROM acsinfra_requestcount
- WHERE hour >= %(since)s AND code <> '' GROUP BY code ORDER BY 3 DESC
-"""
-_ROUTES: Final[LiteralString] = """
-SELECT method || ' ' || route, sum(requests)::bigint, sum(seconds)::float8 / sum(requests)
-  FROM acsinfra_requestcount WHERE hour >= %(since)s AND route LIKE '/v1%%' GROUP BY 1 ORDER BY 2 DESC LIMIT 15
-"""
+ROUTES_SHOWN: Final = 15
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,28 @@ class EngineNow:
 
 
 @dataclass(frozen=True)
+class Requests:
+    """The API's answered requests since a moment.
+
+    `hours` counts by hour and outcome (`ok`, `refused`, `failed`), `errors` by code and status, `routes` has how many
+    and their mean time in seconds; the last two have the most first.
+    """
+
+    hours: dict[datetime, Counter[str]]
+    errors: list[tuple[tuple[str, int], int]]
+    routes: list[tuple[str, int, float]]
+
+
+@dataclass(frozen=True)
 class Window:
-    """What happened since a moment."""
+    """What happened since a moment.
+
+    `tokens` has kind of work, charges and tokens; `gpu` model, kind of engine, seconds and USD; `waits` kind of work,
+    model, how many started, and the median and 95th percentile of their waits in seconds.
+    """
 
     since: datetime
-    hours: list[tuple[datetime, str, int]]
-    errors: list[tuple[str, int, int]]
-    routes: list[tuple[str, int, float]]
+    requests: Requests
     tokens: list[tuple[str, int, int]]
     gpu: list[tuple[str, str, float, float]]
     waits: list[tuple[str, str, int, list[float]]]
@@ -115,27 +130,16 @@ def unfinished_work() -> list[Work]:
     return [Work(*row) for row in _rows(_WORK)]
 
 
-def engines_now() -> list[EngineNow]:
-    """Every registered engine and runner."""
-    now = timezone.now()
-    engines = Engine.objects.select_related("base_model").order_by("base_model__name", "kind", "started_at")
-    return [
-        EngineNow(
-            model=engine.base_model.name,
-            kind=engine.kind,
-            status=engine.status,
-            host=engine.host,
-            pid=engine.pid,
-            gpus=engine.gpus,
-            silence=max(0.0, (now - engine.heartbeat_at).total_seconds()),
-        )
-        for engine in engines
-    ]
+def models_now() -> tuple[list[str], list[EngineNow]]:
+    """The names of the enabled Base models, and every registered engine and runner; by the database's clock."""
+    rows = _rows(_MODELS)
+    names = [name for name, is_enabled, *_ in rows if is_enabled]
+    engines = [EngineNow(name, *engine) for name, _, *engine in rows if engine[0] is not None]
+    return list(dict.fromkeys(names)), engines
 
 
-def queue_lengths() -> dict[str, int] | None:
-    """The messages that wait in each queue, by its name; None while Redis is away."""
-    models = BaseModel.objects.filter(is_enabled=True).values_list("name", flat=True)
+def queue_lengths(models: Iterable[str]) -> dict[str, int] | None:
+    """The messages that wait in each queue of these models and the scheduler's; None while Redis is away."""
     queues = ["default", *(queue(model) for model in models for queue in (keys.queue, jobs_queue, runner_queue))]
     try:
         with Redis.from_url(
@@ -152,16 +156,29 @@ def queue_lengths() -> dict[str, int] | None:
 def look_back(past: timedelta) -> Window:
     """What happened in the `past`, to the hour."""
     since = (timezone.now() - past).replace(minute=0, second=0, microsecond=0)
-    of_ids = {"since": uuid7_at(since)}
     return Window(
         since=since,
-        hours=_rows(_HOURS, since=since),
-        errors=_rows(_ERRORS, since=since),
-        routes=_rows(_ROUTES, since=since),
-        tokens=_rows(_TOKENS, **of_ids),
+        requests=_requests(since),
+        tokens=_rows(_TOKENS, since=uuid7_at(since)),
         gpu=_rows(_GPU, since=since),
-        waits=_rows(_WAITS, **of_ids),
+        waits=_rows(_WAITS, since=uuid7_at(since)),
     )
+
+
+def _requests(since: datetime) -> Requests:
+    hours: dict[datetime, Counter[str]] = {}
+    errors: Counter[tuple[str, int]] = Counter()
+    routes: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for hour, method, route, status, code, requests, seconds in _rows(_REQUESTS, since=since):
+        outcome = "failed" if status >= 500 else "refused" if status >= 400 else "ok"
+        hours.setdefault(hour, Counter())[outcome] += requests
+        routes[f"{method} {route}"] += requests
+        times[f"{method} {route}"] += seconds
+        if code:
+            errors[code, status] += requests
+    shown = [(name, requests, times[name] / requests) for name, requests in routes.most_common(ROUTES_SHOWN)]
+    return Requests(hours=hours, errors=errors.most_common(), routes=shown)
 
 
 def _rows(query: LiteralString, **values: Any) -> list[Any]:

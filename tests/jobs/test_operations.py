@@ -20,7 +20,7 @@ from tests.harvest.conftest import make_key, make_model
 from tests.jobs.conftest import claimed, submit
 from tests.live_server import LiveServer, serve
 
-QUERIES_AT_MOST = 20
+QUERIES_AT_MOST = 10
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ const known = new Map();
 let running = null; // the AbortController of what runs
 let study = null; // the prompts of the vector, where it is read, and its difference at each captured layer
 let shownSeed = null;
+let baseShown = null; // the request whose whole answer stands in the first column
 
 // The request
 
@@ -116,7 +117,7 @@ async function run(work) {
 
 // Answers
 
-// Streams `body` into the column `name`, and returns how it went.
+// Streams `body` into the column `name`, and says there how it went.
 async function answerInto(name, body, signal) {
   const column = find(name);
   const label = column.querySelector("h2").textContent;
@@ -144,14 +145,17 @@ async function answerInto(name, body, signal) {
   const tokens = usage.completion_tokens;
   const why = reasons.has("length") ? "ended at max_tokens" : "ended by itself";
   figures.textContent = `${usage.prompt_tokens} + ${tokens} tokens, ${(tokens / seconds).toFixed(0)} a second, ${why}`;
-  return views;
 }
 
-async function runAll({ keepBase = false } = {}) {
+// With `again`, by the last seed, and beside the base that is there where it is of the same request.
+async function runAll({ again = false } = {}) {
   const steering = steeringNow();
-  const seed = numberOf("seed") ?? (keepBase ? shownSeed : null) ?? drawnSeed();
+  const seed = numberOf("seed") ?? (again ? shownSeed : null) ?? drawnSeed();
   shownSeed = seed;
   const body = requestBody({ seed });
+  const base = steering ? { ...body, n: 1 } : body;
+  const keepsBase = again && baseShown === JSON.stringify(base);
+  if (!keepsBase) baseShown = null;
   find("steered").hidden = !steering;
   find("base").querySelector("h2").textContent = steering ? "Base" : "Completion";
   find("output").hidden = false;
@@ -159,12 +163,11 @@ async function runAll({ keepBase = false } = {}) {
   say("Running…");
   await run(async (signal) => {
     const work = [];
-    if (!keepBase) work.push(answerInto("base", steering ? { ...body, n: 1 } : body, signal));
+    if (!keepsBase) work.push(answerInto("base", base, signal).then(() => { baseShown = JSON.stringify(base); }));
     if (steering) work.push(answerInto("steered", steered(body, steering), signal));
     await Promise.all(work);
-    const again = find("again");
-    again.hidden = false;
-    again.textContent = `Run again with seed ${seed}`;
+    find("again").hidden = false;
+    find("again").textContent = `Run again with seed ${seed}`;
     say(`Done, with seed ${seed}.`);
   });
 }
@@ -232,7 +235,7 @@ function forgetStudy() {
 function onSteeringChange() {
   showStudy();
   showCode();
-  if (steeringNow()) runAll({ keepBase: !find("output").hidden && find("base").querySelector(".token, .choice") !== null });
+  if (steeringNow()) runAll({ again: true });
 }
 
 // As code
@@ -297,7 +300,7 @@ find("capture").addEventListener("click", capture);
 for (const name of ["toward", "away", "where"]) field(name).addEventListener("change", forgetStudy);
 for (const name of ["layer", "scale"]) field(name).addEventListener("input", showStudy);
 for (const name of ["layer", "scale", "norm_match"]) field(name).addEventListener("change", onSteeringChange);
-field("steer").addEventListener("change", () => { showCode(); if (!find("output").hidden) runAll(); });
+field("steer").addEventListener("change", () => { showCode(); if (!find("output").hidden) runAll({ again: true }); });
 find("heat").addEventListener("change", (event) => find("output").classList.toggle("plain", !event.target.checked));
 for (const tab of document.querySelectorAll("#code [role=tab]")) {
   tab.addEventListener("click", () => selectTab(tab));
