@@ -38,7 +38,8 @@ class WorkbenchModelsView(ModelsView):
     @extend_schema(exclude=True)
     async def get(self, request: Request) -> Response:
         """List the Base models."""
-        return await super().get(request)
+        answer: Response = await super().get(request)
+        return answer
 
 
 class WorkbenchCompletionsView(CompletionsView):
@@ -56,4 +57,5 @@ class WorkbenchCompletionsView(CompletionsView):
     @extend_schema(exclude=True)
     async def post(self, request: Request) -> HttpResponseBase:
         """Complete the prompts."""
-        return await super().post(request)
+        answer: HttpResponseBase = await super().post(request)
+        return answer
