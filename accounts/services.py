@@ -47,9 +47,9 @@ def create_user(*, username: str, email: str, password: str | None = None, is_st
 
 
 def set_active(*, user: User, is_active: bool) -> bool:
-    """Approve or suspend `user`; says whether that changed something. A suspended User is signed out everywhere.
+    """Suspend `user`, or end that; says whether it changed something.
 
-    Django takes no session of a User who is not active, and every request with a key asks; nothing else is to do.
+    Neither a session nor a key of a User who is not active is taken; nothing else is to do.
     """
     changed = User.objects.filter(pk=user.pk, is_active=not is_active).update(is_active=is_active)
     user.is_active = is_active

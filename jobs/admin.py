@@ -1,22 +1,23 @@
-"""Jobs in the admin: to read, and to cancel."""
+"""Jobs in the admin: to read, cancel, run again, and erase what they hold."""
 
 from django.contrib import admin
 from django.http import HttpRequest
 
 from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
 from jobs.models import CompletionJob
-from jobs.services import cancel_job
+from jobs.services import cancel_job, erase_result
+from jobs.services import run_again as run_job_again
 
 
 @admin.register(CompletionJob)
 class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
-    """Rows that the API and the workers write; an operator only ends them."""
+    """Rows that the API and the workers write; an operator ends them, runs them again, and erases what they hold."""
 
     list_display = ("id", "user", "model", "status", "hold_tokens", "charged_tokens", "created_at", "finished_at")
     list_filter = (MadeFilter, "status", "base_model")
     list_select_related = ("user",)
     ordering = ("-id",)
-    actions = ("cancel",)
+    actions = ("cancel", "run_again", "erase")
     fields = (
         "id",
         "request_id",
@@ -45,6 +46,25 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
         if job.is_ended:
             return None
         return "Cancelled." if cancel_job(job_id=job.pk).status == CompletionJob.Status.CANCELLED else None
+
+    @operator_action(
+        "Run again", question="Run these Jobs again? Each becomes a new Job of its User and key, held and charged anew."
+    )
+    def run_again(self, request: HttpRequest, job: CompletionJob) -> str | None:
+        """Put an ended Job's request in line once more."""
+        return f"Run again, as Completion Job {run_job_again(job_id=job.pk).pk}."
+
+    @operator_action(
+        "Erase request and result",
+        question="Erase what these Jobs asked for and answered, with their files, for good? The rows stay.",
+        permission="delete",
+    )
+    def erase(self, request: HttpRequest, job: CompletionJob) -> str | None:
+        """Erase the request and the result of a Job that has ended."""
+        if job.is_erased:
+            return None
+        erase_result(job_id=job.pk)
+        return "Request and result erased."
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Never: Jobs are submitted."""

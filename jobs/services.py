@@ -23,6 +23,7 @@ from accounts.selectors import limit as limit_of
 from acsinfra.celery import app
 from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
 from acsinfra.core.idempotency import IdempotentRequest, bind_work
+from acsinfra.core.ids import new_uuid7
 from acsinfra.core.leases import put_back
 from acsinfra.core.renderers import render_json
 from acsinfra.core.shared_folder import record_storage_folder
@@ -161,6 +162,33 @@ def _require_place(cursor: CursorWrapper, user: User) -> None:
 def _record_storage_folder(url: str) -> None:
     # Once for a process: results are kept in the folder that the API reads.
     record_storage_folder()
+
+
+def run_again(*, job_id: uuid.UUID) -> CompletionJob:
+    """Put the request of an ended Job in line once more, as a new Job of the same User and key.
+
+    Raises ApiError: `invalid_request` for a Job that has not ended or whose request was erased, `model_not_found` for a
+    model that was switched off, and what `submit_job` raises.
+    """
+    job = CompletionJob.objects.select_related("user", "api_key", "base_model").get(pk=job_id)
+    row = JobRequest.objects.filter(job=job).first()
+    if not job.is_ended:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "The Job has not ended.")
+    if row is None:
+        raise ApiError(ErrorCode.INVALID_REQUEST, "Its request was erased with its result.")
+    if not job.base_model.is_enabled:
+        raise model_not_found(job.model)
+    again = CompletionJob(pk=new_uuid7())
+    work = msgspec.json.decode(zstandard.decompress(bytes(row.work_zstd)), type=CompletionWork)
+    made = submit_job(
+        user=job.user,
+        api_key=job.api_key,
+        base_model_id=job.base_model_id,
+        job_id=again.pk,
+        work=msgspec.structs.replace(work, request_id=again.request_id),
+    )
+    transaction.on_commit(lambda: tell_workers(made.model))
+    return made
 
 
 def tell_workers(model: str) -> None:

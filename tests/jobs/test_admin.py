@@ -3,21 +3,23 @@
 import re
 import uuid
 
+import django.core.mail
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from accounts.models import ApiKey, User
+from accounts.invitations import ask_for_account
+from accounts.models import ApiKey, Invitation, User
 from budgets.models import LedgerEntry
 from harvest.models import HarvestCorpus, HarvestJob
 from harvest.services import cancel_harvest, submit_harvest
 from inference.models import BaseModel
-from jobs.models import CompletionJob
+from jobs.models import CompletionJob, JobRequest
 from tests.benchmarks.job_rows import fill
 from tests.harvest.conftest import plan_for
-from tests.jobs.conftest import assert_money, claimed, submit
+from tests.jobs.conftest import assert_money, claim, claimed, submit
 
 pytestmark = pytest.mark.django_db
 
@@ -106,6 +108,33 @@ def test_a_job_is_cancelled_after_a_question_and_the_audit_log_says_who(
     assert LogEntry.objects.count() == 1
 
 
+def test_an_ended_job_is_run_again_and_what_it_holds_erased(
+    operator: Client, user: User, key: ApiKey, model: BaseModel
+) -> None:
+    job = submit(user, key, model)
+    url = "/admin/jobs/completionjob/"
+
+    def act(action: str) -> None:
+        operator.post(url, {"action": action, "_selected_action": [str(job.pk)], "confirmed": "yes"})
+
+    act("run_again")
+    act("erase")
+    assert CompletionJob.objects.count() == JobRequest.objects.count() == 1, "it has not ended"
+    act("cancel")
+    act("run_again")
+    again = CompletionJob.objects.exclude(pk=job.pk).get()
+    assert (again.status, again.user, again.api_key, again.hold_tokens) == ("queued", user, key, job.hold_tokens)
+    ran = claim(model)
+    assert ran is not None
+    assert (ran.id, ran.work.request_id) == (again.pk, again.request_id)
+    act("erase")
+    assert CompletionJob.objects.get(pk=job.pk).is_erased
+    act("run_again")
+    assert CompletionJob.objects.count() == 2, "its request is gone"
+    said = [entry.change_message for entry in LogEntry.objects.order_by("pk")]
+    assert said == ["Cancelled.", f"Run again, as Completion Job {again.pk}.", "Request and result erased."]
+
+
 def test_a_harvest_is_run_again_from_its_own_page_and_its_files_deleted(
     operator: Client, user: User, key: ApiKey, model: BaseModel
 ) -> None:
@@ -158,12 +187,38 @@ def test_a_suspended_user_is_out_and_an_approved_one_is_in(operator: Client, use
     user.refresh_from_db()
     assert not user.is_active
     assert theirs.get("/app").status_code == 302
-    operator.post("/admin/accounts/user/", {"action": "activate", **chosen})
+    operator.post("/admin/accounts/user/", {"action": "approve", **chosen})
+    assert theirs.get("/app").status_code == 302, "its sessions have ended"
+    theirs.force_login(user)
     assert theirs.get("/app").status_code == 200
     me = LogEntry.objects.first()
     assert me is not None
     operator.post("/admin/accounts/user/", {"action": "suspend", "_selected_action": [me.user_id], "confirmed": "yes"})
     assert User.objects.get(pk=me.user_id).is_active
+
+
+def test_who_asked_for_an_account_is_approved_and_told(operator: Client) -> None:
+    user = ask_for_account(username="grace", email="grace@example.org", password="a lamp in the window")
+    assert "grace" in operator.get("/admin/accounts/user/?awaits_approval__exact=1").content.decode()
+    operator.post("/admin/accounts/user/", {"action": "approve", "_selected_action": [user.pk]})
+    user.refresh_from_db()
+    assert (user.is_active, user.awaits_approval) == (True, False)
+    assert [mail.to for mail in django.core.mail.outbox] == [["grace@example.org"]]
+    assert [entry.change_message for entry in LogEntry.objects.all()] == ["Approved."]
+
+
+def test_an_invitation_s_link_is_shown_once(operator: Client) -> None:
+    page = operator.post("/admin/accounts/invitation/add/", {"email": "ada@example.org"}, follow=True)
+    link = re.search(r"http\S+(/app/invitation/[\w-]+)", page.content.decode())
+    assert link is not None
+    stranger = Client(headers={"host": "testserver"})
+    assert stranger.get(link[1]).status_code == 200
+    invitation = Invitation.objects.get()
+    assert (invitation.email, invitation.made_by) == ("ada@example.org", User.objects.get(username="operator"))
+    listed = operator.get("/admin/accounts/invitation/").content.decode()
+    assert link[1] not in listed
+    operator.post(f"/admin/accounts/invitation/{invitation.pk}/delete/", {"post": "yes"})
+    assert "over" in stranger.get(link[1]).content.decode()
 
 
 def test_odd_searches_and_ids_break_nothing(operator: Client, user: User, key: ApiKey, model: BaseModel) -> None:
