@@ -262,7 +262,7 @@ def uuid7_at(moment: datetime) -> uuid.UUID:
 class MadeFilter(admin.SimpleListFilter):
     """When the row was made, by its UUIDv7: the primary key's index answers."""
 
-    title = "made"
+    title = "time"
     parameter_name = "made"
     _PAST: ClassVar[dict[str, tuple[str, timedelta]]] = {
         "hour": ("Past hour", timedelta(hours=1)),

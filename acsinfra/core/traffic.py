@@ -28,6 +28,8 @@ logger = structlog.get_logger(__name__)
 FLUSH_SECONDS: Final = 5.0
 # Upper bounds of the histogram, in seconds; the last bucket, without one, is for what took longer.
 BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# What lies below each of these counts as one route.
+PAGES: Final = frozenset({"admin", "app", "docs", "files", "static"})
 HOURS_KEPT: Final = timedelta(days=32)
 # Where older hours are added up, so that the sums over all rows only ever grow.
 LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -86,13 +88,14 @@ def _add(kind: _Kind, requests: int, seconds: float) -> None:
 
 def route_of(request: HttpRequest) -> str:
     """The request's route as the reference writes it, such as `/v1/harvest/{job_id}`; pages count together."""
+    # By the path, because static files and requests that broke off early meet no route.
+    first = request.path_info.lstrip("/").partition("/")[0]
+    if first in PAGES:
+        return f"/{first}"
     match = getattr(request, "resolver_match", None)
-    pattern = match.route if match is not None else ""
-    if pattern.startswith(("admin", "static", "app", "docs")):
-        return f"/{pattern.partition('/')[0]}"
-    if not pattern or pattern.startswith("^"):
+    if match is None or match.route.startswith("^"):
         return "unknown, below /v1" if is_api_path(request.path_info) else "unknown"
-    return _readable(pattern)
+    return _readable(match.route)
 
 
 @functools.cache
