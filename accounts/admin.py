@@ -63,6 +63,11 @@ class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
             return "awaits approval"
         return "active" if user.is_active else "suspended"
 
+    def save_model(self, request: HttpRequest, obj: User, form: Any, change: bool) -> None:
+        """Save; a User who is made active by hand waits for nothing any more."""
+        obj.awaits_approval = obj.awaits_approval and not obj.is_active
+        super().save_model(request, obj, form, change)
+
     @operator_action("Approve, or end a suspension")
     def approve(self, request: HttpRequest, user: User) -> str | None:
         """Let the User sign in, and their keys work; who waited for it is told by mail."""

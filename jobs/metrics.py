@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from acsinfra.core import traffic
 from acsinfra.core.db import database_step
-from acsinfra.core.errors import ApiError, ErrorCode
+from acsinfra.core.errors import ApiError, ErrorCode, api_error_of
 from acsinfra.core.middleware import as_response
 from budgets.spend import read_spending
 from jobs.operations import EngineNow, models_now, queue_lengths, unfinished_work
@@ -33,7 +33,10 @@ async def metrics(request: HttpRequest) -> HttpResponse:
     # What this process has counted is in its own answer.
     await traffic.flush()
     encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = await database_step(lambda: encode(_registry()))
+    try:
+        body = await database_step(lambda: encode(_registry()))
+    except Exception as error:  # noqa: BLE001 (each becomes an answer, as in the API)
+        return as_response(api_error_of(error))
     return HttpResponse(body, content_type=content_type)
 
 

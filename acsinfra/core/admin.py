@@ -101,9 +101,10 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
 
 
 def _change(form: ModelForm[Any], name: str) -> str:
-    field = form.fields[name]
-    label = capfirst(str(field.label or name.replace("_", " ")))
-    if name in _SECRET_FIELDS:
+    field = form.fields.get(name)
+    label = capfirst(str((field and field.label) or name.replace("_", " ")))
+    # Django's form for a new password names a field that it does not have.
+    if field is None or name in _SECRET_FIELDS:
         return f"{label} changed"
     before, after = form.get_initial_for_field(field, name), form.cleaned_data.get(name)
     return f"{label}: {_shown(before)} → {_shown(after)}"
@@ -286,5 +287,7 @@ class MadeFilter(admin.SimpleListFilter):
             return queryset.filter(pk__gte=uuid7_at(now - self._PAST[choice][1]))
         if choice == "month":
             return queryset.filter(pk__gte=uuid7_at(month))
+        if choice != "last-month":
+            return queryset
         last = (month - timedelta(days=1)).replace(day=1)
         return queryset.filter(pk__gte=uuid7_at(last), pk__lt=uuid7_at(month))

@@ -124,7 +124,11 @@ async def counting() -> AsyncGenerator[None]:
 async def _flush_for_ever() -> None:
     while True:
         await asyncio.sleep(FLUSH_SECONDS)
-        await flush()
+        try:
+            await flush()
+        except Exception:
+            # Counting must go on, and end no API process, whatever this was.
+            logger.exception("requests were not counted")
 
 
 async def flush() -> None:

@@ -221,6 +221,15 @@ def test_an_invitation_s_link_is_shown_once(operator: Client) -> None:
     assert "over" in stranger.get(link[1]).content.decode()
 
 
+def test_a_new_password_is_in_the_audit_log_and_its_text_is_not(operator: Client, user: User) -> None:
+    form = {"usable_password": "true", "password1": "a lamp in the window", "password2": "a lamp in the window"}
+    assert operator.post(f"/admin/accounts/user/{user.pk}/password/", form).status_code == 302
+    user.refresh_from_db()
+    assert user.check_password("a lamp in the window")
+    entry = LogEntry.objects.get()
+    assert (entry.object_repr, entry.change_message) == (user.username, "Password changed.")
+
+
 def test_odd_searches_and_ids_break_nothing(operator: Client, user: User, key: ApiKey, model: BaseModel) -> None:
     submit(user, key, model)
     for page in ("jobs/completionjob", "harvest/harvestjob", "budgets/hold", "budgets/ledgerentry", "admin/logentry"):
