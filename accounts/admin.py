@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
@@ -26,6 +27,8 @@ admin.site.index_title = "Operators"
 admin.site.site_url = "/app"
 # Who may do what is a User's own flags here: fewer places to look at.
 admin.site.unregister(Group)
+# Of the guard of sign-ins only the locked out are of use; its other tables are switched off, and empty.
+admin.site.unregister([apps.get_model("axes", name) for name in ("AccessLog", "AccessFailureLog")])
 
 LIMITS = (
     ("requests_at_once", "requests_queued", "requests_per_minute"),
