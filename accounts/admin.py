@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from django.apps import apps
-from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
@@ -17,10 +16,11 @@ from django.utils.html import format_html
 
 from accounts import invitation_admin as invitation_admin  # registers itself
 from accounts import services
-from accounts.invitations import DAYS, approve_user, create_invitation, invitation_path
-from accounts.models import ApiKey, Invitation, User
+from accounts.invitations import approve_user
+from accounts.models import ApiKey, User
 from accounts.sign_ins import end_sign_ins
 from acsinfra.core.admin import PlatformAdmin, ReadOnly, operator_action, users_like
+from acsinfra.core.file_links import base_url
 
 admin.site.site_header = admin.site.site_title = "ACS Infra"
 admin.site.index_title = "Operators"
@@ -74,7 +74,7 @@ class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
     @operator_action("Approve, or end a suspension")
     def approve(self, request: HttpRequest, user: User) -> str | None:
         """Let the User sign in, and their keys work; who waited for it is told by mail."""
-        if approve_user(user=user, sign_in_url=address_of(request, reverse("sign-in"))):
+        if approve_user(user=user, sign_in_url=f"{base_url(request)}{reverse('sign-in')}"):
             return "Approved."
         return "Suspension ended." if services.set_active(user=user, is_active=True) else None
 
@@ -97,42 +97,6 @@ class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
 
 
 admin.site.register(User, UserAdmin)
-
-
-@admin.register(Invitation)
-class InvitationAdmin(PlatformAdmin[Invitation]):
-    """Invitations: the link of a new one is shown once, in the message after saving; a deleted one opens nothing."""
-
-    list_display = ("created_at", "email", "made_by", "state", "expires_at", "used_at", "user")
-    list_select_related = ("made_by", "user")
-    search_fields = ("email", "user__username", "made_by__username")
-    search_help_text = "An address, or the name of whom it is from or who used it."
-    fields = ("email",)
-
-    @admin.display(description="state")
-    def state(self, invitation: Invitation) -> str:
-        """`open`, `used` or `over`."""
-        if invitation.used_at is not None:
-            return "used"
-        return "open" if invitation.is_open else "over"
-
-    def save_model(self, request: HttpRequest, obj: Invitation, form: Any, change: bool) -> None:
-        """Make the invitation, and show its link."""
-        operator: Any = request.user
-        invitation, token = create_invitation(made_by=operator, email=obj.email)
-        # The admin goes on with the object that it made: it becomes the saved invitation.
-        obj.__dict__.update(invitation.__dict__)
-        link = address_of(request, invitation_path(token))
-        self.message_user(request, f"The link, shown this once, for {DAYS} days: {link}", messages.WARNING)
-
-    def has_change_permission(self, request: HttpRequest, obj: Invitation | None = None) -> bool:
-        """Never: what is in it was sent."""
-        return False
-
-
-def address_of(request: HttpRequest, path: str) -> str:
-    """The address of a page, as links give it."""
-    return f"{settings.PUBLIC_URL}{path}" if settings.PUBLIC_URL else request.build_absolute_uri(path)
 
 
 class KeyStateFilter(admin.SimpleListFilter):

@@ -9,16 +9,18 @@ from django.utils import timezone
 
 from accounts.invitations import DAYS, create_invitation, invitation_path
 from accounts.models import Invitation, User
+from acsinfra.core.admin import PlatformAdmin
 from acsinfra.core.file_links import base_url
 
 
 @admin.register(Invitation)
-class InvitationAdmin(admin.ModelAdmin[Invitation]):
+class InvitationAdmin(PlatformAdmin[Invitation]):
     """Links that each make one account."""
 
     list_display = ("created_at", "email", "made_by", "expires_at", "used_at", "user")
     list_select_related = ("made_by", "user")
-    search_fields = ("email", "user__username")
+    search_fields = ("email", "user__username", "made_by__username")
+    search_help_text = "An address, or the name of whom it is from or who used it."
     readonly_fields = ("made_by", "created_at", "used_at", "user")
 
     def get_fields(self, request: HttpRequest, obj: Invitation | None = None) -> tuple[str, ...]:

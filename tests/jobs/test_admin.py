@@ -11,7 +11,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from accounts.invitations import ask_for_account
-from accounts.models import ApiKey, Invitation, User
+from accounts.models import ApiKey, User
 from budgets.models import LedgerEntry
 from harvest.models import HarvestCorpus, HarvestJob
 from harvest.services import cancel_harvest, submit_harvest
@@ -205,20 +205,6 @@ def test_who_asked_for_an_account_is_approved_and_told(operator: Client) -> None
     assert (user.is_active, user.awaits_approval) == (True, False)
     assert [mail.to for mail in django.core.mail.outbox] == [["grace@example.org"]]
     assert [entry.change_message for entry in LogEntry.objects.all()] == ["Approved."]
-
-
-def test_an_invitation_s_link_is_shown_once(operator: Client) -> None:
-    page = operator.post("/admin/accounts/invitation/add/", {"email": "ada@example.org"}, follow=True)
-    link = re.search(r"http\S+(/app/invitation/[\w-]+)", page.content.decode())
-    assert link is not None
-    stranger = Client(headers={"host": "testserver"})
-    assert stranger.get(link[1]).status_code == 200
-    invitation = Invitation.objects.get()
-    assert (invitation.email, invitation.made_by) == ("ada@example.org", User.objects.get(username="operator"))
-    listed = operator.get("/admin/accounts/invitation/").content.decode()
-    assert link[1] not in listed
-    operator.post(f"/admin/accounts/invitation/{invitation.pk}/delete/", {"post": "yes"})
-    assert "over" in stranger.get(link[1]).content.decode()
 
 
 def test_a_new_password_is_in_the_audit_log_and_its_text_is_not(operator: Client, user: User) -> None:
