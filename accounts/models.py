@@ -50,7 +50,7 @@ class User(AbstractUser):
         """Check the address against other Users', whatever its case, so that a form names the field."""
         super().clean()
         if User.objects.filter(email__iexact=self.email).exclude(pk=self.pk).exists():
-            raise ValidationError({"email": "Another User has this e-mail address."})
+            raise ValidationError({"email": "A User with this e-mail address already exists."})
 
 
 class ApiKey(models.Model):

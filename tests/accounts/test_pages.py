@@ -232,5 +232,5 @@ def test_a_user_is_made_in_the_admin_with_an_address_of_their_own(client: Client
     assert (made.email, made.has_usable_password(), made.is_staff) == ("ada@example.org", False, False)
     again = client.post("/admin/accounts/user/add/", {**form, "username": "bob", "email": "ADA@example.org"})
     assert again.status_code == 200
-    assert again.context["adminform"].form.errors == {"email": ["Another User has this e-mail address."]}
+    assert again.context["adminform"].form.errors == {"email": ["A User with this e-mail address already exists."]}
     assert not User.objects.filter(username="bob").exists()
