@@ -21,6 +21,7 @@ from budgets.selectors import budget_summary
 from budgets.usage import UsageLine, months_of, shares, usage_as_csv, usage_of_month
 
 REST = "others"
+REVOKED_SHOWN = 50
 
 
 @login_required
@@ -34,7 +35,7 @@ def keys_page(request: HttpRequest) -> HttpResponse:
     keys: list[dict[str, Any]] = [{"key": key, "usage": usage.get(key.pk)} for key in keys_of(user)]
     shown = {
         "working": [entry for entry in keys if entry["key"].state != "revoked"],
-        "revoked": [entry for entry in keys if entry["key"].state == "revoked"],
+        "revoked": [entry for entry in keys if entry["key"].state == "revoked"][:REVOKED_SHOWN],
         "budget": summary,
     }
     return render(request, "budgets/keys.html", shown)

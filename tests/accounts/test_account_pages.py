@@ -1,17 +1,20 @@
 """Accounts begin by invitation or approval, passwords are reset by mail, guessing is throttled, sessions end."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.contrib.sessions.models import Session
 from django.core import mail
+from django.core.exceptions import ValidationError
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import Client
 from django.utils import timezone
 
-from accounts.invitations import approve_user, create_invitation, invitation_path
+from accounts.invitations import accept_invitation, approve_user, create_invitation, invitation_path
 from accounts.models import Invitation, SignIn, User, browser_name
 from accounts.tasks import delete_expired_sessions
 from acsinfra.core.mail import mailer_from_url
@@ -60,6 +63,24 @@ def test_an_invitation_for_an_address_is_for_that_one_until_it_is_over(client: C
     assert client.get(invitation_path(token)).status_code == 404
     assert client.get("/app/invitation/none").status_code == 404
     assert bytes(invitation.digest).hex() not in str(invitation)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_of_two_at_once_one_has_the_invitation() -> None:
+    _, token = create_invitation(made_by=None)
+
+    def accept(name: str) -> bool:
+        try:
+            accept_invitation(token=token, username=name, email=f"{name}@example.org", password=PASSWORD)
+        except ValidationError:
+            return False
+        finally:
+            connections.close_all()
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sorted(threads.map(accept, "abcd")) == [False, False, False, True]
+    assert User.objects.count() == 1
 
 
 @pytest.mark.parametrize(

@@ -64,3 +64,12 @@ document.addEventListener("change", (event) => {
   const form = event.target.closest("form[data-submit-on-change]");
   if (form) form.requestSubmit();
 });
+
+// A part that was asked for after the session had ended is the sign-in page: show it as a page, not inside this one.
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const url = event.detail.xhr.responseURL;
+  if (url && new URL(url).pathname === "/app/sign-in") {
+    event.detail.shouldSwap = false;
+    location.reload();
+  }
+});
