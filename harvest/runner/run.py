@@ -24,9 +24,7 @@ from harvest.runner.statistics import RunningStatistics
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.uploads import ShardUploads
 from harvest.runner.windows import (
-    MEMORY_BYTES,
     WAIT_SECONDS,
-    WINDOWS_AT_ONCE,
     OpenWindow,
     ShardPart,
     WindowMemory,
@@ -54,8 +52,7 @@ class HarvestRun:
     """A claimed job on its way. `run` returns when it is done, and raises what kept it from that.
 
     Shards that an earlier claim left whole are kept with their sums. `get_engine` takes the
-    tokens to read and loads the engine that suits, or has it loaded. `memory_bytes` bounds what is read and not yet
-    written, unless one prompt has more.
+    tokens to read and loads the engine that suits, or has it loaded. `memory` holds what is read and not yet written.
     """
 
     def __init__(
@@ -68,14 +65,13 @@ class HarvestRun:
         get_engine: Callable[[int], HarvestEngine],
         keeper: LeaseKeeper,
         watch: Stopwatch,
-        memory_bytes: int = MEMORY_BYTES,
+        memory: WindowMemory,
     ) -> None:
         self._job, self._owner, self._model, self._storage = job, owner, model, storage
         self._get_engine = get_engine
         self._keeper, self._progress = keeper, keeper.progress
         self._watch = watch
-        self._memory_bytes = memory_bytes
-        self._memory = WindowMemory(memory_bytes)
+        self._memory = memory
         self._stored: dict[int, StoredObject] = {}
         self._sums: dict[int, RunningStatistics] = {}
 
@@ -146,9 +142,7 @@ class HarvestRun:
             with self._watch.measure("upload_s", instead_of="forward_s"):
                 self._memory.wait(WAIT_SECONDS)
 
-        windows = plan_windows(
-            layouts, leave_out=self._stored.keys(), bytes_at_most=self._memory_bytes // WINDOWS_AT_ONCE
-        )
+        windows = plan_windows(layouts, leave_out=self._stored.keys(), bytes_at_most=self._memory.window_bytes)
         reader = WindowReader(windows, dtype=ARRAY_DTYPES[dtype], memory=self._memory, wait=wait_for_memory)
         captured = engine.capture(
             reader.prompts(),

@@ -97,11 +97,13 @@ def _split(layout: ShardLayout, bytes_at_most: int) -> list[ShardPart]:
 class WindowMemory:
     """Blocks of memory for windows, used again and again: at most `bytes_at_most`, or one larger block.
 
+    Memory that was touched once is worth keeping, from job to job too: the system clears what is fresh, page by page.
     Blocks are taken in one thread and may be given back in another. `peak_bytes` is the most that was there at once.
     """
 
-    def __init__(self, bytes_at_most: int) -> None:
+    def __init__(self, bytes_at_most: int = MEMORY_BYTES) -> None:
         self._bytes_at_most = bytes_at_most
+        self.window_bytes = bytes_at_most // WINDOWS_AT_ONCE
         self._free: list[Block] = []
         self._taken_bytes = 0
         self.peak_bytes = 0
@@ -111,17 +113,19 @@ class WindowMemory:
         """A block of at least `nbytes` bytes, or None while the others have to be given back first."""
         with self._given_back:
             fitting = [block for block in self._free if block.nbytes >= nbytes]
-            size = min((block.nbytes for block in fitting), default=nbytes)
+            # All of one size where they can be, so that any window fits where another was.
+            fresh = max(nbytes, self.window_bytes) if nbytes else 0
+            size = min((block.nbytes for block in fitting), default=fresh)
             if self._taken_bytes and self._taken_bytes + size > self._bytes_at_most:
                 return None
             if fitting:
                 at = next(index for index, block in enumerate(self._free) if block.nbytes == size)
                 block = self._free.pop(at)
             else:
-                # What is too small for this window gives way: pages once touched are worth keeping, but not past this.
+                # What is too small for this window gives way.
                 while self._free and self._taken_bytes + self._free_bytes + size > self._bytes_at_most:
                     self._free.pop(0)
-                block = np.empty(nbytes, np.uint8)
+                block = np.empty(size, np.uint8)
             self._taken_bytes += block.nbytes
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes + self._free_bytes)
             return block
@@ -132,6 +136,11 @@ class WindowMemory:
             self._taken_bytes -= block.nbytes
             self._free.append(block)
             self._given_back.notify_all()
+
+    def release(self) -> None:
+        """Let the system have what is not taken."""
+        with self._given_back:
+            self._free.clear()
 
     def wait(self, seconds: float) -> None:
         """Return when a block was given back, or after `seconds`."""

@@ -20,6 +20,7 @@ from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
 from harvest.runner.retries import write_patiently
 from harvest.runner.stopwatch import Stopwatch
+from harvest.runner.windows import WindowMemory
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
 from inference.models import BaseModel, Engine
@@ -45,6 +46,7 @@ class Runner:
         self._options = engine_options(model=model, checkpoint=checkpoint)
         self._name = f"runner-{model.name}"
         self._engine: HarvestEngine | None = None
+        self._memory = WindowMemory()
         self._is_compiling_refused = False
         self._owner = uuid.uuid4()
 
@@ -109,6 +111,7 @@ class Runner:
                 get_engine=self._loaded_engine,
                 keeper=keeper,
                 watch=watch,
+                memory=self._memory,
             ).run()
         except RunStopped:
             self._hand_back(job)
@@ -173,6 +176,7 @@ class Runner:
 
     def _drop_engine(self) -> None:
         engine, self._engine = self._engine, None
+        self._memory.release()
         if engine is not None:
             try:
                 engine.shutdown()

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from django.conf import settings
 
-from acsinfra.quickstart.embedded import EmbeddedPostgres
+from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.supervisor import PROJECT, Supervisor
 from tests.benchmarks.figures import median_ratio
 from tests.benchmarks.harvest_peers import PeersUnavailable, build_peers
@@ -212,8 +212,9 @@ def _stack(home: Path) -> Iterator[dict[str, str]]:
     (home / "logs").mkdir(exist_ok=True)
     supervisor = Supervisor(home)
     try:
-        postgres = EmbeddedPostgres(supervisor)
+        postgres, valkey = EmbeddedPostgres(supervisor), EmbeddedValkey(supervisor)
         postgres.start()
+        valkey.start()
         env = {
             **os.environ,
             "ACSINFRA_HOME": str(home),
@@ -221,6 +222,7 @@ def _stack(home: Path) -> Iterator[dict[str, str]]:
             "MODELS_CACHE": str(settings.MODELS_CACHE),
             "ENGINE_CACHE": str(settings.ENGINE_CACHE),
             "DATABASE_URL": postgres.create_database("bench"),
+            "BROKER_URL": valkey.url,
             "STORAGE_URL": (home / "files").as_uri(),
             "SECRET_KEY": secrets.token_urlsafe(50),
             "ALLOWED_HOSTS": "127.0.0.1",

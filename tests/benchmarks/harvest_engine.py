@@ -6,7 +6,9 @@ that the way took and the most memory that it had meanwhile; `"prompts": n` take
 """
 
 import json
+import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -16,20 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import django
+import numpy as np
+from django.conf import settings
 
 if TYPE_CHECKING:
     from accounts.models import User
 
 WINDOW_TOKENS = 8_192
+MEMORY_BYTES = 256 * 1024 * 1024
 
 
 class EngineWays:
     """The engine of one Base model, with a User of its own, in the database that the settings name."""
 
     def __init__(self, *, source: str, dtype: str, n_prompts: int, is_compiled: bool) -> None:
-        from django.conf import settings
-
         from accounts.services import create_user
+        from harvest.runner.windows import WindowMemory
         from inference.engine.checkpoint import resolve_source
         from inference.engine.environment import prepare_environment
         from inference.models import BaseModel
@@ -57,6 +61,8 @@ class EngineWays:
         options = engine_options(model=self.model, checkpoint=self.checkpoint)
         self.engine: HarvestEngine = HarvestEngine.start(options, name=name, is_compiled=is_compiled)
         self.load_s = time.perf_counter() - began
+        self.memory = WindowMemory()
+        self.values = np.empty(MEMORY_BYTES, np.uint8)
 
     def facts(self) -> dict[str, Any]:
         """What was loaded."""
@@ -76,12 +82,17 @@ class EngineWays:
         self.prompts, self.token_ids = self.prompts[:n_prompts], self.token_ids[:n_prompts]
         # The peak is since now.
         Path("/proc/self/clear_refs").write_text("5")
+        if way == "end_to_end":
+            self._submit(layers)  # the API's part
+        self.folder = tempfile.mkdtemp(prefix="files-", dir=settings.HOME)
         began, cpu = time.perf_counter(), time.process_time()
         try:
             timings = getattr(self, f"_{way}")(layers)
         finally:
             self.prompts, self.token_ids = every
+        # Deleting the files is no part of it.
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        shutil.rmtree(self.folder)
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "timings": timings, "peak_bytes": _peak_bytes()}
 
     def _prefill(self, _layers: Sequence[int]) -> None:
@@ -110,38 +121,27 @@ class EngineWays:
 
     def _capture(self, layers: Sequence[int]) -> None:
         """The engine's capture into memory that is used again, as a run's is; no files, no statistics."""
-        import numpy as np
-
         from inference.engine.activations import ARRAY_DTYPES
 
         facts = self.engine.facts
         dtype = ARRAY_DTYPES[facts.dtype]
         by_length = sorted(enumerate(self.token_ids), key=lambda prompt: -len(prompt[1]))
-        memory = np.empty((2 * WINDOW_TOKENS, len(layers) * facts.hidden_size), dtype)
         used = 0
 
         def place(index: int) -> Any:
             nonlocal used
-            rows = len(self.token_ids[index])
-            if used + rows > len(memory):
+            shape = len(layers), len(self.token_ids[index]), facts.hidden_size
+            nbytes = math.prod(shape) * dtype.itemsize
+            if used + nbytes > len(self.values):
                 used = 0
-            part = memory[used : used + rows].reshape(len(layers), rows, facts.hidden_size)
-            used += rows
+            part = self.values[used : used + nbytes].view(dtype).reshape(shape)
+            used += nbytes
             return part
 
         read = self.engine.capture(by_length, layers, place=place, window_tokens=WINDOW_TOKENS)
         assert sum(1 for _ in read) == len(self.token_ids)
 
-    def _end_to_end(self, layers: Sequence[int]) -> Any:
-        """Submit a job, claim it and run it to its manifest, as a runner does, into a temporary folder."""
-        from django.conf import settings
-
-        from acsinfra.core.leases import claim_next
-        from acsinfra.core.storage import storage_from_url
-        from harvest.models import HarvestJob
-        from harvest.runner.lease_keeper import LeaseKeeper
-        from harvest.runner.run import HarvestRun
-        from harvest.runner.stopwatch import Stopwatch
+    def _submit(self, layers: Sequence[int]) -> None:
         from harvest.services import HarvestPlan, submit_harvest
 
         plan = HarvestPlan(
@@ -157,21 +157,31 @@ class EngineWays:
             bytes_at_most=0,
         )
         submit_harvest(user=self.user, api_key=None, plan=plan)
+
+    def _end_to_end(self, _layers: Sequence[int]) -> Any:
+        """Claim the submitted job and run it to its manifest, as a runner does, into a temporary folder."""
+        from acsinfra.core.leases import claim_next
+        from acsinfra.core.storage import storage_from_url
+        from harvest.models import HarvestJob
+        from harvest.runner.lease_keeper import LeaseKeeper
+        from harvest.runner.run import HarvestRun
+        from harvest.runner.stopwatch import Stopwatch
+
         owner = uuid.uuid4()
         job = claim_next(HarvestJob, base_model_id=self.model.pk, owner=owner, lease=settings.LEASE)
         assert job is not None
         keeper = LeaseKeeper(job_id=job.pk, owner=owner, is_stopping=lambda: False)
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                done = HarvestRun(
-                    job=job,
-                    owner=owner,
-                    model=self.model,
-                    storage=storage_from_url(Path(folder).as_uri()),
-                    get_engine=lambda _tokens: self.engine,
-                    keeper=keeper,
-                    watch=Stopwatch(),
-                ).run()
+            done = HarvestRun(
+                job=job,
+                owner=owner,
+                model=self.model,
+                storage=storage_from_url(Path(self.folder).as_uri()),
+                get_engine=lambda _tokens: self.engine,
+                keeper=keeper,
+                watch=Stopwatch(),
+                memory=self.memory,
+            ).run()
         finally:
             keeper.end()
         return (done.result or {}).get("timings")

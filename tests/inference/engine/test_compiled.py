@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from django.test import override_settings
 
-from inference.wire import EngineOptions
+from harvest.runner.worker import Runner
+from inference.models import BaseModel
 from tests.inference.engine import conftest
 from tests.inference.engine.reference import ReferenceModel
 from tests.inference.engine.requests import ALL_LAYERS, assert_projected, assert_same_stream, make_prompt
@@ -18,26 +20,38 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def compiled(tiny_float32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["HarvestEngine"]:
-    """Return a compiled harvest engine in this process, with chunks of 128 tokens."""
+def runner(tiny_float32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Return a runner that compiles for jobs of 100 tokens or more, with chunks of 128 tokens; nothing is loaded."""
     conftest.prepare_once()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-    from inference.engine.harvest import HarvestEngine
-
-    engine = HarvestEngine.start(
-        EngineOptions(
-            checkpoint=str(tiny_float32),
-            dtype="float32",
-            kv_cache_bytes=48 * conftest.BLOCK_TOKENS * conftest.CACHE_BYTES_PER_TOKEN,
-            max_num_seqs=32,
-            extra_args={"max_num_batched_tokens": 128},
-        ),
+    model = BaseModel(
         name="tests-compiled",
-        is_compiled=True,
+        activation_dtype="float32",
+        context_length=512,
+        kv_cache_bytes=48 * conftest.BLOCK_TOKENS * conftest.CACHE_BYTES_PER_TOKEN,
+        max_num_seqs=32,
+        extra_args={"max_num_batched_tokens": 128},
     )
-    yield engine
-    engine.shutdown()
+    runner = Runner(model=model, checkpoint=str(tiny_float32), is_stopping=lambda: False)
+    with override_settings(HARVEST_COMPILE_TOKENS=100):
+        yield runner
+    runner.shut_down()
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
+@pytest.fixture
+def compiled(runner: Runner) -> "HarvestEngine":
+    """Return the runner's compiled engine."""
+    return runner._loaded_engine(100)
+
+
+def test_a_long_job_has_its_runner_compile_and_short_ones_use_what_is_there(runner: Runner) -> None:
+    eager = runner._loaded_engine(99)
+    assert not eager.is_compiled
+    assert runner._loaded_engine(1) is eager
+    compiled = runner._loaded_engine(100)
+    assert compiled.is_compiled
+    assert runner._loaded_engine(99) is compiled
 
 
 def test_a_compiled_engine_reads_the_same_streams(compiled: "HarvestEngine", reference: ReferenceModel) -> None:

@@ -16,6 +16,7 @@ from acsinfra.core.storage import FolderStorage, ObjectWriter
 from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
 from harvest.runner.stopwatch import Stopwatch
+from harvest.runner.windows import WindowMemory
 from harvest.services import submit_harvest
 from inference.models import BaseModel
 from inference.services import add_model
@@ -67,7 +68,7 @@ def test_a_slow_storage_stops_the_engine_within_its_window(
     job = claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=settings.LEASE)
     assert job is not None
     keeper = LeaseKeeper(job_id=job.pk, owner=owner, is_stopping=lambda: False)
-    watch, storage = Stopwatch(), SlowStorage(tmp_path)
+    watch, storage, memory = Stopwatch(), SlowStorage(tmp_path), WindowMemory(MEMORY_BYTES)
     read_before_ready: list[int] = []
 
     def let_go_once_the_run_waits() -> None:
@@ -85,7 +86,7 @@ def test_a_slow_storage_stops_the_engine_within_its_window(
         get_engine=lambda _tokens: harvest,
         keeper=keeper,
         watch=watch,
-        memory_bytes=MEMORY_BYTES,
+        memory=memory,
     )
     try:
         done = run.run()
@@ -95,7 +96,7 @@ def test_a_slow_storage_stops_the_engine_within_its_window(
     tokens = done.tokens or 0
     assert tokens * TOKEN_BYTES > 10 * MEMORY_BYTES
     assert 0 < read_before_ready[0] * TOKEN_BYTES <= MEMORY_BYTES, "the engine read on while the storage took nothing"
-    assert run._memory.peak_bytes <= MEMORY_BYTES
+    assert memory.peak_bytes <= MEMORY_BYTES
     timings = (done.result or {})["timings"]
     assert timings["upload_s"] >= 0.4
     assert timings["forward_s"] < sum(timings.values()) - timings["upload_s"]
