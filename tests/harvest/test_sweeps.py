@@ -113,9 +113,8 @@ def operator(db: None) -> Client:
 
 
 def act(operator: Client, action: str, job: HarvestJob) -> None:
-    answer = operator.post(
-        "/admin/harvest/harvestjob/", {"action": action, "_selected_action": [str(job.pk)]}, follow=True
-    )
+    form = {"action": action, "_selected_action": [str(job.pk)], "confirmed": "yes"}
+    answer = operator.post("/admin/harvest/harvestjob/", form, follow=True)
     assert answer.status_code == 200
     job.refresh_from_db()
 

@@ -377,7 +377,7 @@ def test_the_admin_adds_changes_and_switches_a_model(operator: Client, tiny_mode
     model.refresh_from_db()
     assert (model.name, model.served_model_name, model.max_model_len) == ("tiny", "acs/tiny", 64)
 
-    action = {"action": "disable", "_selected_action": [str(model.pk)]}
+    action = {"action": "disable", "_selected_action": [str(model.pk)], "confirmed": "yes"}
     assert operator.post("/admin/inference/basemodel/", action).status_code == 302
     assert not BaseModel.objects.get().is_enabled
     services.register_engine(model=model, kind=Engine.Kind.RUNNER)

@@ -120,9 +120,9 @@ def test_operators_read_and_cancel_jobs_in_the_admin(
     assert page.status_code == 200
     assert waiting.request_id in page.text
     assert 'name="_save"' not in page.text
-    chosen = {"action": "cancel", "_selected_action": [str(running_job.pk), str(waiting.pk)]}
+    chosen = {"action": "cancel", "_selected_action": [str(running_job.pk), str(waiting.pk)], "confirmed": "yes"}
     answer = admin_client.post("/admin/jobs/completionjob/", chosen, follow=True)
-    assert "2 cancelled." in answer.text
+    assert "Done: 2." in answer.text
     assert set(CompletionJob.objects.values_list("status", flat=True)) == {"cancelled"}
     assert_money(user, used=0)
     assert "delete_selected" not in listed.text
