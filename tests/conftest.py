@@ -63,6 +63,7 @@ django.setup()
 
 _running_stack: list[Stack] = []
 _FOLDERS_WITH_THE_STACK = {
+    "tests/reference",
     "tests",
     "tests/acsinfra/client",
     "tests/browser",

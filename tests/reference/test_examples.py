@@ -1,0 +1,216 @@
+"""The examples of the reference, sent to the real API: statuses, shapes, headers and errors are as it says."""
+
+import base64
+import copy
+import json
+import math
+import re
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final
+
+import httpx
+import jsonschema
+import pytest
+
+from acsinfra.core.errors import ErrorCode
+from acsinfra.core.schema_errors import error_example
+from acsinfra.core.views import openapi_document
+from tests.stack import Stack, StackUser
+
+HIDDEN: Final = 64
+# Codes that need a part to be away or broken: the tests of those parts see them.
+ELSEWHERE: Final = {
+    ErrorCode.IDEMPOTENCY_IN_PROGRESS,
+    ErrorCode.JOB_RESULT_EXPIRED,
+    ErrorCode.QUEUE_FULL,
+    ErrorCode.INTERNAL_ERROR,
+    ErrorCode.JOB_FAILED,
+    ErrorCode.ENGINE_ERROR,
+    ErrorCode.MODEL_UNAVAILABLE,
+    ErrorCode.MODEL_STARTING,
+    ErrorCode.HARVEST_UNAVAILABLE,
+    ErrorCode.SERVICE_UNAVAILABLE,
+    ErrorCode.ENGINE_TIMEOUT,
+    ErrorCode.HARVEST_UNSUPPORTED,
+    # The tiny model's context is shorter than either bound.
+    ErrorCode.ACTIVATION_PROMPT_TOO_LONG,
+    ErrorCode.FULL_VOCAB_PROMPT_TOO_LONG,
+}
+SET_PAUSE: Final = """
+from budgets.models import SpendLimit
+SpendLimit.objects.update_or_create(pk=1, defaults={"is_paused": paused})
+result = True
+"""
+
+
+@cache
+def document() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(openapi_document())
+    return loaded
+
+
+def _posts() -> Iterator[Any]:
+    for path, methods in document()["paths"].items():
+        body = methods.get("post", {}).get("requestBody")
+        for name, example in (body or {}).get("content", {}).get("application/json", {}).get("examples", {}).items():
+            yield pytest.param(path, name, example["value"], id=f"{path} {name}")
+
+
+def _for_tiny(value: Any) -> Any:
+    """Return `value` with the model that runs here, and ones of its hidden size in the place of tensors."""
+    if isinstance(value, dict) and "dtype" in value:
+        shape = [*value["shape"][:-1], HIDDEN]
+        data = base64.b64encode(b"\0\0\x80?" * math.prod(shape)).decode()
+        return {**value, "shape": shape, "data": data, "compression": "none"}
+    if isinstance(value, dict):
+        return {key: "tiny" if key == "model" else _for_tiny(item) for key, item in value.items()}
+    return [_for_tiny(item) for item in value] if isinstance(value, list) else value
+
+
+def _check(answer: httpx.Response, path: str, method: str) -> None:
+    """Assert that the document describes the answer: its status, its headers, its body."""
+    described = document()["paths"][path][method]["responses"]
+    assert str(answer.status_code) in described, answer.text
+    response = described[str(answer.status_code)]
+    for name, header in response["headers"].items():
+        assert name in answer.headers or not header.get("required"), name
+    media_type = answer.headers["content-type"].split(";")[0]
+    content = response["content"][media_type]
+    if media_type == "application/json":
+        validate(answer.json(), content["schema"])
+        return
+    frames = [frame.removeprefix("data: ") for frame in answer.text.split("\n\n") if frame]
+    assert frames[-1] == "[DONE]"
+    for frame in frames[:-1]:
+        validate(json.loads(frame), content["x-event-schema"])
+
+
+def validate(value: Any, schema: dict[str, Any]) -> None:
+    """Assert that `value` fits, and has no key that the document does not name."""
+    closed = copy.deepcopy({**schema, "components": document()["components"]})
+    for component in closed["components"]["schemas"].values():
+        if component.get("type") == "object" and "properties" in component:
+            component["additionalProperties"] = False
+    jsonschema.Draft202012Validator(closed, format_checker=jsonschema.FormatChecker()).validate(value)
+
+
+@pytest.mark.parametrize(("path", "name", "body"), list(_posts()))
+def test_each_example_of_a_request_is_answered_as_described(
+    inference_stack: Stack, harvest_stack: Stack, path: str, name: str, body: dict[str, Any]
+) -> None:
+    headers = {"Idempotency-Key": uuid.uuid4().hex} if not body.get("stream") else {}
+    with inference_stack.client() as client:
+        answer = client.post(path.removeprefix("/v1/"), json=_for_tiny(body), headers=headers)
+        _check(answer, path, "post")
+        expected = {"/v1/completions": 200, "/v1/chat/completions": 400}
+        assert answer.status_code == expected.get(path, 202), answer.text
+        if answer.status_code != 202:
+            return
+        job = answer.headers["Location"].removeprefix("/v1/")
+        for method, where, then in (
+            ("get", "", ""),
+            ("post", "/cancel", "/cancel"),
+            *([("get", "/result", "/result")] if "completion-jobs" in path else [("delete", "", "")]),
+        ):
+            _check(client.request(method, job + then), f"{path}/{{job_id}}{where}", method)
+
+
+def test_each_route_that_only_reads_answers_as_described(api: Stack) -> None:
+    with api.client() as client:
+        for path in ("/v1/models", "/v1/budget", "/v1/completion-jobs", "/v1/harvest"):
+            _check(client.get(path.removeprefix("/v1/")), path, "get")
+        _check(client.get("models/tiny"), "/v1/models/{model_id}", "get")
+    for path in ("/healthz", "/readyz", "/openapi.json"):
+        answer = httpx.get(f"{api.base_url}{path}")
+        content = document()["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+        validate(answer.json(), content["schema"])
+
+
+def _provoke(stack: Stack, code: ErrorCode) -> httpx.Response:
+    """Make the API answer with `code`."""
+    small = {"model": "tiny", "prompt": "One", "max_tokens": 1}
+    harvest = {"model": "tiny", "prompts": ["One"]}
+    user: StackUser = stack.new_user(**_LIMITS.get(code, {}))
+    with stack.client(user) as client:
+        key = {"Idempotency-Key": "one"}
+        match code:
+            case ErrorCode.INVALID_REQUEST:
+                return client.post("completions", json=small | {"max_tokens": 40_000})
+            case ErrorCode.BAD_JSON:
+                return client.post("completions", content=b'{"prompt": }', headers={"Content-Type": "application/json"})
+            case ErrorCode.MODEL_NOT_FOUND:
+                return client.post("completions", json=small | {"model": "nothing"})
+            case ErrorCode.CORPUS_TOO_LARGE:
+                return client.post("harvest", json=harvest | {"prompts": ["x" * 8_000_001]})
+            case ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+                return client.post("completions", json=small | {"max_tokens": 9_000})
+            case ErrorCode.CHAT_COMPLETIONS_UNSUPPORTED:
+                return client.post("chat/completions", json={"messages": []})
+            case ErrorCode.INVALID_API_KEY:
+                return httpx.get(f"{stack.base_url}/v1/models")
+            case ErrorCode.NOT_FOUND:
+                return client.get(f"harvest/{uuid.uuid4()}")
+            case ErrorCode.METHOD_NOT_ALLOWED:
+                return client.delete("budget")
+            case ErrorCode.REQUEST_TOO_LARGE:
+                return client.post("completions", json=small | {"user": "x" * 10 * 2**20})
+            case ErrorCode.UNSUPPORTED_MEDIA_TYPE:
+                return client.post("completions", content=b"{}", headers={"Content-Type": "text/plain"})
+            case ErrorCode.IDEMPOTENCY_CONFLICT:
+                client.post("completion-jobs", json=small, headers=key)
+                return client.post("completion-jobs", json=small | {"prompt": "Two"}, headers=key)
+            case ErrorCode.JOB_CANCELLED:
+                made = client.post("completion-jobs", json=small | {"max_tokens": 400, "ignore_eos": True}, headers=key)
+                client.post(f"completion-jobs/{made.json()['id']}/cancel")
+                return client.get(f"completion-jobs/{made.json()['id']}/result")
+            case ErrorCode.RATE_LIMITED:
+                client.get("models")
+                return client.get("models")
+            case ErrorCode.BUDGET_EXCEEDED:
+                return client.post("completions", json=small)
+            case ErrorCode.JOB_CAPACITY:
+                return client.post("completion-jobs", json=small, headers=key)
+            case ErrorCode.SPEND_CAP:
+                return client.post("completions", json=small)
+            case ErrorCode.HARVEST_CONCURRENCY_EXCEEDED | ErrorCode.HARVEST_QUOTA_EXCEEDED:
+                return client.post("harvest", json=harvest)
+    raise AssertionError(code)
+
+
+_LIMITS: Final[dict[ErrorCode, dict[str, int]]] = {
+    ErrorCode.RATE_LIMITED: {"requests_per_minute": 1},
+    ErrorCode.BUDGET_EXCEEDED: {"monthly_tokens": 1},
+    ErrorCode.JOB_CAPACITY: {"jobs_unfinished": 0},
+    ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: {"harvests_unfinished": 0},
+    ErrorCode.HARVEST_QUOTA_EXCEEDED: {"harvests_per_month": 0},
+}
+_NUMBERS: Final = re.compile(r"\d[\d,:.+T-]*")
+
+
+@pytest.mark.parametrize("code", [code for code in ErrorCode if code not in ELSEWHERE])
+def test_each_example_of_an_error_is_what_the_api_answers(
+    inference_stack: Stack, harvest_stack: Stack, code: ErrorCode
+) -> None:
+    example = error_example(code)
+    is_paused = code is ErrorCode.SPEND_CAP
+    if is_paused:
+        inference_stack.django(SET_PAUSE, paused=True)
+    try:
+        answer = _provoke(inference_stack, code)
+    finally:
+        if is_paused:
+            inference_stack.django(SET_PAUSE, paused=False)
+    assert answer.status_code == example.status, answer.text
+    error, described = answer.json()["error"], example.body()["error"]
+    assert isinstance(described, dict)
+    assert {name: error[name] for name in ("type", "code", "param")} == {
+        name: described[name] for name in ("type", "code", "param")
+    }
+    if not is_paused:
+        assert set(example.headers) <= set(answer.headers) or set(map(str.lower, example.headers)) <= set(
+            answer.headers
+        )
+        words = _NUMBERS.sub("0", error["message"].replace("tiny", "smollm2-135m"))
+        assert words == _NUMBERS.sub("0", described["message"])
