@@ -54,7 +54,7 @@ class ApiView(APIView):  # type: ignore[misc]
                 ErrorCode.REQUEST_TOO_LARGE, f"The body is too large: at most {passed_limit:,} bytes are taken here."
             )
         _check_query(request._request)
-        if request.method == "POST" and self.takes_json:
+        if request.method == "POST" and self.takes_json and hasattr(self, "post"):
             check_content_type(request.headers)
             body = request._request.body
             self.json = await in_thread_if(len(body) > PARSE_HERE_BYTES, parse_json, body)

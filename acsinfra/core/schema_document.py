@@ -67,7 +67,7 @@ def _describe_stream(result: dict[str, Any]) -> None:
             stream = operation["responses"].get("200", {}).get("content", {}).get("text/event-stream")
             if stream is not None:
                 stream["x-event-schema"] = stream["schema"]
-                stream["schema"] = {"type": "string", "description": STREAM}
+                stream["schema"] = {"description": STREAM}
 
 
 def _tidied(value: Any) -> Any:

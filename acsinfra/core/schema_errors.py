@@ -30,7 +30,7 @@ class ErrorDoc:
 
 
 ERROR_DOCS: Final[Mapping[ErrorCode, ErrorDoc]] = {
-    ErrorCode.INVALID_REQUEST: ErrorDoc("max_tokens must be at most 32,000.", "max_tokens"),
+    ErrorCode.INVALID_REQUEST: ErrorDoc("max_tokens must be at least 0 and at most 32,000.", "max_tokens"),
     ErrorCode.BAD_JSON: ErrorDoc("The body is not JSON: Expecting value at line 1, column 12."),
     ErrorCode.MODEL_NOT_FOUND: ErrorDoc(
         "The model 'nothing' does not exist here; GET /v1/models lists those that do.", "model"

@@ -8,6 +8,7 @@ import redis.asyncio
 import structlog
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
+from django.views.decorators.http import require_safe
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.types import OpenApiTypes
 from rest_framework.request import Request
@@ -26,11 +27,13 @@ logger = structlog.get_logger(__name__)
 PART_SECONDS = 4.0
 
 
+@require_safe
 async def healthz(request: HttpRequest) -> HttpResponse:
     """Whether this process is up."""
     return HttpResponse(render_json({"status": "ok"}), content_type="application/json")
 
 
+@require_safe
 async def readyz(request: HttpRequest) -> HttpResponse:
     """Whether the database, the broker and the storage answer: 200, or 503 and which of them does not."""
     checks = {"database": fetch_one("SELECT 1"), "broker": _ping_broker(), "storage": _check_storage()}
@@ -69,6 +72,7 @@ def openapi_document() -> bytes:
     return render_json(generator.get_schema(request=None, public=True))  # type: ignore[no-untyped-call]
 
 
+@require_safe
 async def openapi(request: HttpRequest) -> HttpResponse:
     """`GET /openapi.json`, for anyone."""
     body = await asyncio.to_thread(openapi_document)

@@ -1,0 +1,39 @@
+"""The reference and the guides in a browser: under the strict Content-Security-Policy, with nothing from elsewhere."""
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from acsinfra.guides import SLUGS
+from tests.browser.accessibility import assert_accessible
+
+
+def test_the_reference_shows_each_route_with_its_fields_and_errors(page: Page) -> None:
+    page.goto("/docs")
+    operations = page.locator(".opblock-summary-path")
+    expect(operations).to_have_count(18)
+    page.get_by_text("/v1/budget").first.click()
+    expect(page.get_by_text("invalid_api_key").last).to_be_visible()
+    assert_accessible(page)
+
+
+def test_one_goes_from_the_guides_to_each_and_on_to_the_next(page: Page) -> None:
+    page.goto("/docs")
+    page.get_by_role("link", name="Guides", exact=True).click()
+    assert_accessible(page)
+    page.get_by_role("link", name="Set up", exact=True).click()
+    for _ in SLUGS[1:]:
+        page.locator(".next a").last.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Run your own")
+
+
+@pytest.mark.parametrize("slug", ["errors", "steering"])
+def test_a_guide_is_accessible_and_fits_a_phone(page: Page, slug: str) -> None:
+    page.goto(f"/docs/guide/{slug}")
+    assert_accessible(page)
+
+
+def test_a_block_of_code_is_copied(page: Page) -> None:
+    page.goto("/docs/guide/set-up")
+    page.get_by_role("button", name="Copy the code").first.click()
+    expect(page.get_by_role("button", name="Copy the code").first).to_have_text("Copied")
+    assert "ACS_API_BASE" in page.evaluate("navigator.clipboard.readText()")

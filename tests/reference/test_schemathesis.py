@@ -1,0 +1,48 @@
+"""schemathesis against the running API: every check, on cases that it makes of the document.
+
+The long run, of thousands of cases: `uv run pytest -m long -s tests/reference/test_schemathesis.py`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stack import Stack
+
+HERE = Path(__file__).resolve().parent
+PROJECT = HERE.parent.parent
+LONG_SECONDS = 1800
+
+
+def run_schemathesis(stack: Stack, *options: str, seconds: int) -> str:
+    """Run it and return its summary; a failure is one of the test, with all that it says."""
+    user = stack.new_user(jobs_unfinished=1_000_000, harvests_unfinished=1_000_000)
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"]
+    result = subprocess.run(
+        [*command, f"{stack.base_url}/openapi.json", "--no-color", *options],
+        cwd=PROJECT,
+        env={**os.environ, "ACS_API_KEY": user.key, "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-4_000:]
+    return result.stdout[result.stdout.index("= SUMMARY =") :]
+
+
+def test_no_check_fails_on_what_the_document_allows_or_forbids(inference_stack: Stack, harvest_stack: Stack) -> None:
+    summary = run_schemathesis(inference_stack, "--seed", "20261129", "--max-time", "20", seconds=200)
+    generated = re.search(r"([\d,]+) generated", summary)
+    assert generated is not None, summary
+    assert int(generated[1].replace(",", "")) > 60
+
+
+@pytest.mark.long
+def test_no_check_fails_in_thousands_of_cases(inference_stack: Stack, harvest_stack: Stack) -> None:
+    options = ("--max-time", str(LONG_SECONDS), "--workers", "4")
+    sys.stdout.write(run_schemathesis(inference_stack, *options, seconds=LONG_SECONDS + 300))
