@@ -10,6 +10,7 @@ from rest_framework import serializers
 
 from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.fields import (
+    INT64_MAX,
     FieldFault,
     StrictBooleanField,
     StrictCharField,
@@ -46,7 +47,12 @@ class PromptsField(StrictListField):
 @extend_schema_field(
     {
         "oneOf": [
-            {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": 256},
+            {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": INT64_MAX},
+                "minItems": 1,
+                "maxItems": 256,
+            },
             {"type": "string", "enum": ["all"]},
         ]
     }

@@ -178,7 +178,7 @@ class LogitBiasField(StrictField):
             {"type": "boolean"},
             {
                 "type": "array",
-                "items": {"type": "integer", "minimum": 0},
+                "items": {"type": "integer", "minimum": 0, "maximum": INT64_MAX},
                 "minItems": 1,
                 "maxItems": 256,
                 "uniqueItems": True,

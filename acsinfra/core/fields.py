@@ -93,6 +93,8 @@ class StrictIntegerField(StrictField, serializers.IntegerField):
         if type(value) is not int:
             raise FieldFault("must be an integer.")
         low, high = self.bounds
+        if self.max_value is None and value > high:
+            raise FieldFault("is too large.")
         if not low <= value <= high:
             raise FieldFault(_out_of_range(self.min_value, self.max_value))
         return value

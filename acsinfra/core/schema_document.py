@@ -49,6 +49,10 @@ def complete_document(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     result["tags"] = [{"name": name, "description": text} for name, text in TAGS.items()]
     result["paths"] |= _service_paths()
     _describe_stream(result)
+    for path in result["paths"].values():
+        for operation in path.values():
+            if "requestBody" in operation:
+                operation["requestBody"]["required"] = True
     return _tidied(result)  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ def test_a_client_generated_from_the_document_works(
     document.write_bytes(openapi_document())
     settings.write_text("post_hooks: []\n")
     generate = [sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none", "--fail-on-warning"]
-    where = ["--path", document, "--config", settings, "--output-path", tmp_path / "acs_generated"]
+    where = ["--path", str(document), "--config", str(settings), "--output-path", str(tmp_path / "acs_generated")]
     result = subprocess.run([*generate, *where], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
