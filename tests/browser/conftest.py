@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
 
 from tests.browser.chromium import NoBrowserError, find_chromium
 from tests.browser.people import Person, new_person
@@ -18,6 +18,7 @@ from tests.stack import Stack
 
 DESKTOP: ViewportSize = {"width": 1280, "height": 800}
 WAIT_MS = 15_000
+expect.set_options(timeout=WAIT_MS)
 
 
 @pytest.fixture(scope="session")
