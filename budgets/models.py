@@ -120,7 +120,11 @@ class Hold(models.Model):
     ended_at = models.DateTimeField(null=True)
 
     class Meta:
-        indexes = [models.Index(fields=["work_kind", "id"], condition=Q(state="live"), name="budgets_hold_live")]
+        indexes = [
+            models.Index(fields=["work_kind", "id"], condition=Q(state="live"), name="budgets_hold_live"),
+            # For operators, who look for the few that charged nothing.
+            models.Index(fields=["-id"], condition=Q(state="released"), name="budgets_hold_released"),
+        ]
         constraints = [
             models.UniqueConstraint(
                 fields=["work_kind", "work_id"], condition=~Q(state="released"), name="budgets_hold_one_a_work"

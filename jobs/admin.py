@@ -14,7 +14,7 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
     """Rows that the API and the workers write; an operator ends them, runs them again, and erases what they hold."""
 
     list_display = ("id", "user", "model", "status", "hold_tokens", "charged_tokens", "created_at", "finished_at")
-    list_filter = (MadeFilter, "status", "base_model")
+    list_filter = (MadeFilter, "status")
     list_select_related = ("user",)
     ordering = ("-id",)
     actions = ("cancel", "run_again", "erase")

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from django.test import Client
 from pytest_django import Settings
 from redis import Redis
 
@@ -113,3 +114,16 @@ def test_without_the_broker_reading_goes_on_uncounted(settings: Settings, monkey
         assert [ask(client) for _ in range(20)] == [200] * 20
         # One wait for the broker, not one for each.
         assert time.monotonic() - began < 2 * rates.PATIENCE_SECONDS + 2
+
+
+def test_the_app_is_counted_for_its_user_and_not_for_their_keys(server: LiveServer) -> None:
+    user = make_user(requests_per_minute=2)
+    _, text = make_key(user)
+    browser = Client()
+    browser.force_login(user)
+    cookies = {"sessionid": browser.cookies["sessionid"].value}
+    with server.client(cookies=cookies) as app, server.client(text) as client:
+        answers = [app.get("/app/workbench/models") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert answers[2].json()["error"]["code"] == "rate_limited"
+        assert ask(client) == 200

@@ -59,8 +59,14 @@ def test_lists_of_large_tables_read_no_whole_table(operator: Client, years: None
     job = CompletionJob.objects.filter(status="succeeded").order_by("pk")[ROWS // 2]
     work = LedgerEntry.objects.get(work_id=str(job.pk))
     pages = {
-        "jobs/completionjob": ["", "status__exact=failed", f"q={job.pk}", "q=req_job_" + job.pk.hex],
-        "budgets/hold": ["", "state__exact=live", f"q={work.work_id}"],
+        "jobs/completionjob": [
+            "",
+            "status__exact=failed",
+            "status__exact=queued",
+            f"q={job.pk}",
+            "q=req_job_" + job.pk.hex,
+        ],
+        "budgets/hold": ["", "state__exact=live", "state__exact=released", f"q={work.work_id}"],
         "budgets/ledgerentry": ["", f"q={work.work_id}"],
     }
     for page, queries in pages.items():
