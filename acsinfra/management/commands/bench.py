@@ -37,9 +37,11 @@ class Command(BaseCommand):
         )
         harvest.add_argument("--source", help="as addmodel takes it (default: SmolLM2-135M)")
         harvest.add_argument("--dtype", default="auto", help="such as bfloat16 or float32 (default: the checkpoint's)")
-        harvest.add_argument("--prompts", type=int, default=200, help="ragged, 54 tokens each (default %(default)s)")
+        harvest.add_argument("--prompts", type=int, default=200, help="ragged, 63 tokens each (default %(default)s)")
         harvest.add_argument("--rounds", type=int, default=5, help="of every way in turn (default %(default)s)")
-        harvest.add_argument("--layers", help="such as 8,16,24; left out: the quartiles. All are measured besides")
+        harvest.add_argument(
+            "--layers", type=_layers, help="such as 8,16,24; left out: the quartiles. All are measured besides"
+        )
         harvest.add_argument("--quick", action="store_true", help="24 prompts, 3 rounds, nothing compiled")
         harvest.add_argument(
             "--memory",
@@ -89,13 +91,12 @@ def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     from tests.benchmarks import harvest, harvest_report
     from tests.benchmarks.parts import BenchFailed
 
-    layers = options["layers"]
     plan = harvest.Plan(
         source=options["source"] or SMALL_MODEL["source"],
         dtype=options["dtype"],
         n_prompts=min(options["prompts"], 24) if options["quick"] else options["prompts"],
         rounds=min(options["rounds"], 3) if options["quick"] else options["rounds"],
-        layers=None if layers is None else tuple(sorted({int(layer) for layer in layers.split(",")})),
+        layers=options["layers"],
         is_quick=options["quick"],
         has_peers=options["peers"],
     )
@@ -111,6 +112,11 @@ def _harvest(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
         except Stopped as stopped:
             sys.exit(128 + stopped.number)
     return figures, harvest_report.table(figures)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Layers with commas between them, ascending; argparse says what is wrong of any other text."""
+    return tuple(sorted({int(layer) for layer in text.split(",")}))
 
 
 def _say(text: str) -> None:
