@@ -11,6 +11,7 @@ from typing import Any, Final
 from django.conf import settings
 from django.db import connection
 from django.http import HttpRequest, HttpResponse
+from django.views.decorators.http import require_safe
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -25,6 +26,7 @@ from jobs.operations import EngineNow, models_now, queue_lengths, unfinished_wor
 _FORWARDED: Final = ("Forwarded", "X-Forwarded-For", "X-Real-Ip")
 
 
+@require_safe
 async def metrics(request: HttpRequest) -> HttpResponse:
     """The metrics, for a scraper on this host or one that brings `METRICS_TOKEN` as its bearer token."""
     if not may_scrape(request):

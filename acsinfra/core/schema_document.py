@@ -6,6 +6,7 @@ from typing import Any, Final
 from django.conf import settings
 
 from acsinfra.core.errors import STATUS_OF_CODE, ErrorCode, service_unavailable
+from acsinfra.core.schema_errors import error_example
 
 ABOUT: Final = """\
 Completions, residual streams, steering vectors and bulk harvests of base language models.
@@ -100,6 +101,22 @@ def _service_paths() -> dict[str, Any]:
             "As JSON, for any origin.",
             {"200": _json("OpenAPI 3.1.", {"type": "object"}, document)},
         ),
+        "/metrics": _get(
+            "get_metrics",
+            "Get metrics for Prometheus",
+            "Of all API processes. From this host, or with the bearer token that the setting METRICS_TOKEN names.",
+            {
+                "200": {
+                    "description": "Prometheus' text, or OpenMetrics where `Accept` asks for it.",
+                    "content": {
+                        media_type: {"schema": {"type": "string"}}
+                        for media_type in ("text/plain", "application/openmetrics-text")
+                    },
+                },
+                "401": _error(ErrorCode.INVALID_API_KEY, {"WWW-Authenticate": {"schema": {"type": "string"}}}),
+                "503": _error(ErrorCode.SERVICE_UNAVAILABLE, {"Retry-After": {"schema": {"type": "integer"}}}),
+            },
+        ),
         "/healthz": _get(
             "get_health",
             "Is this process up?",
@@ -140,6 +157,11 @@ def _get(operation_id: str, summary: str, description: str, responses: dict[str,
 
 def _json(description: str, schema: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": schema, "example": example}}}
+
+
+def _error(code: ErrorCode, headers: dict[str, Any]) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return _json(f"`{code.value}`", schema, error_example(code).body()) | {"headers": headers}
 
 
 def _object(**properties: dict[str, Any]) -> dict[str, Any]:
