@@ -80,12 +80,20 @@ def check_prompt(prompt: object, where: str) -> None:
         raise invalid_argument(f"{where} is not a text.", param="prompts")
     if not prompt:
         raise invalid_argument(f"{where} is empty.", param="prompts")
-    if "\0" in prompt or any("\ud800" <= character <= "\udfff" for character in prompt if character >= "\ud800"):
+    if "\0" in prompt or not _is_unicode(prompt):
         raise invalid_argument(f"{where} holds a NUL or half a surrogate pair, which are no text.", param="prompts")
     if len(prompt) > CODE_POINTS_AT_MOST:
         raise invalid_argument(
             f"{where} has {len(prompt):,} characters; a job takes {CODE_POINTS_AT_MOST:,}.", param="prompts"
         )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def split_corpus(prompts: Sequence[str], caps: Caps) -> list[range]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import httpx
 
 from acsinfra.client.downloads import FileDownload, RemoteFile, files_client
-from acsinfra.client.errors import CONNECTION_FAILED, HARVEST_INCOMPLETE, INVALID_ANSWER, AcsError
+from acsinfra.client.errors import CONNECTION_FAILED, HARVEST_INCOMPLETE, INVALID_ANSWER, STILL_WAITING, AcsError
 from acsinfra.client.models import Json
 from acsinfra.client.run_state import Part
 from acsinfra.client.watcher import Watcher
@@ -121,6 +121,9 @@ class _Links:
             # Of several threads that found a link over, one asks.
             if not self._result or (is_renewed and self._made_at < asked_at):
                 job = self._client.harvest_job(self._job_id)
+                if not job.is_ended:
+                    message = f"Harvest job {self._job_id} is {job.status}: wait for it first."
+                    raise AcsError(message, code=STILL_WAITING, body=job.raw)
                 if job.result is None:
                     message = f"The files of job {self._job_id} ({job.status}) are not on the server any more."
                     raise AcsError(message, code=HARVEST_INCOMPLETE)

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
 from acsinfra.client.models import HarvestJob
 from acsinfra.client.run_state import Part, RunState
@@ -35,6 +35,11 @@ class ProgressBars(Watcher):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The three bars."""
+        return self._progress.tasks
 
     def planned(self, state: RunState) -> None:
         """Set the totals."""

@@ -18,6 +18,10 @@ from tests.harvest.harvests import download, read_job
 from tests.stack import Stack
 from tests.tcp_proxy import TcpProxy, proxy_to
 
+RAISE_QUOTA = """
+from accounts.models import User
+result = User.objects.filter(pk=pk).update(storage_quota_bytes=10**9)
+"""
 ONE_AT_ONCE: dict[str, Any] = {"harvests_unfinished": None}
 
 
@@ -195,6 +199,24 @@ def test_a_corrupted_download_is_found(harvest_stack: Stack, tmp_path: Path) -> 
         assert not (third / "manifest.json").exists()
         stored.write_bytes(right)
         client.download_harvest(job["job_id"], third).verify()
+
+
+def test_what_is_too_large_is_split_and_a_refusal_loses_nothing(harvest_stack: Stack, tmp_path: Path) -> None:
+    # Room for about 3 of the 8 prompts: a run may write 64 KiB beside its tokens.
+    lines = [sentence[:200].ljust(200, "x") for sentence in prompts(8)]
+    room = 3 * 201 * 4 * (64 + 1) * 4 + 2 * 64 * 1024
+    user = harvest_stack.new_user(storage_quota_bytes=room)
+    with client_of(harvest_stack, user) as client:
+        with pytest.raises(AcsError, match="storage has room") as refused:
+            client.harvest(lines, tmp_path, model="tiny", layers="all")
+        assert refused.value.code == "corpus_too_large"
+        part = open_harvest(tmp_path, allow_partial=True)
+        assert 0 < len(part) < 8
+        assert part[0].index == 0
+        harvest_stack.django(RAISE_QUOTA, pk=user.id)
+        whole = client.harvest(lines, tmp_path, model="tiny", layers="all")
+        assert [prompt.index for prompt in whole] == list(range(8))
+        assert used_tokens(harvest_stack, user) == whole.n_tokens
 
 
 def _run_id(folder: Path) -> str:
