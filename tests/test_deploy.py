@@ -123,7 +123,7 @@ def test_the_slurm_script_starts_what_it_is_asked_for(stack: Stack, tmp_path: Pa
     environment |= {"ACSINFRA_ENV": str(settings), "ACSINFRA_CHECKOUT": str(ROOT), "ACSINFRA_HOME": str(tmp_path)}
 
     def run(*arguments: str, **changes: str) -> tuple[int, str]:
-        command = ["bash", SLURM, *arguments]
+        command = ["bash", str(SLURM), *arguments]
         ended = subprocess.run(command, env=environment | changes, capture_output=True, text=True, check=False)
         return ended.returncode, ended.stderr
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from acsinfra.client.errors import invalid_argument
+from acsinfra.client.tensors import BFLOAT16
 
 if TYPE_CHECKING:
     from acsinfra.client.folder import Harvest
@@ -35,7 +36,7 @@ class TokenBatch:
 
     def take(self, order: npt.NDArray[np.int64]) -> "TokenBatch":
         """The tokens at these places, copied."""
-        return TokenBatch(*(array[order] for array in vars(self).values()))
+        return TokenBatch(*(_take(array, order) for array in vars(self).values()))
 
 
 def token_batches(
@@ -99,6 +100,12 @@ def _batches(
                 yield batch
         waiting = [buffer.take(order[n_out:])]
         n_waiting -= n_out
+
+
+def _take(array: npt.NDArray[Any], order: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    # As bits: NumPy moves a dtype that is not its own, such as bfloat16, one value at a time (8 times slower).
+    bits = array.view(np.uint16) if array.dtype == BFLOAT16 else array
+    return np.take(bits, order, axis=0).view(array.dtype)
 
 
 def _join(parts: Sequence[TokenBatch]) -> TokenBatch:

@@ -78,6 +78,7 @@ class HarvestRun:
         self._refusal: AcsError | None = None
         self._without_runner_since: float | None = None
         self._faults: list[AcsError] = []
+        self._begun: set[int] = set()
 
     def run(self) -> RunState:
         """Submit, wait, download; the state at the end. Raises AcsError; what was done until then stays."""
@@ -97,11 +98,13 @@ class HarvestRun:
                 part.begin_again()
         self._watcher.planned(self._state)
         with Downloads(self._client, self._watcher, self._n_connections) as downloads:
-            for part in self._parts("done"):
-                self._download(part, downloads)
-            while self._has_work(downloads):
+            while True:
                 self._submit_what_fits()
-                self._look_at_jobs(downloads)
+                self._begin_downloads(downloads)
+                if not self._has_work(downloads):
+                    break
+                self._look_at_jobs()
+                self._begin_downloads(downloads)
                 self._note_downloads(downloads)
         self._require_whole()
         return self._state
@@ -174,14 +177,12 @@ class HarvestRun:
 
     # Waiting
 
-    def _look_at_jobs(self, downloads: Downloads) -> None:
+    def _look_at_jobs(self) -> None:
         """Wait up to `poll_s` for the oldest job's status to change, and look at those behind it."""
         unfinished = [part for part in self._state.parts if part.is_waited_for][:LOOKED_AT]
         for number, part in enumerate(unfinished):
             wait_s = 0 if number else self._poll_s
             self._note(part, self._client.harvest_job(cast("str", part.job_id), wait_s=wait_s))
-            if part.status == "done":
-                self._download(part, downloads)
             if not part.is_waited_for:
                 self._submit_at = 0.0
         if not unfinished and self._refusal is None and self._parts(None):
@@ -197,13 +198,18 @@ class HarvestRun:
 
     # Downloading
 
-    def _download(self, part: Part, downloads: Downloads) -> None:
-        folder = self._out / part.folder_name
-        try:
-            downloads.begin(cast("str", part.job_id), folder, statistics_only=self._statistics_only, part=part)
-        except AcsError as error:
-            # The other parts' files are not to be missed for it.
-            self._faults.append(error)
+    def _begin_downloads(self, downloads: Downloads) -> None:
+        """Begin to download every job that is done: seen so by a look, a submit sent again, or an earlier run."""
+        for part in self._parts("done"):
+            if part.first in self._begun:
+                continue
+            self._begun.add(part.first)
+            folder = self._out / part.folder_name
+            try:
+                downloads.begin(cast("str", part.job_id), folder, statistics_only=self._statistics_only, part=part)
+            except AcsError as error:
+                # The other parts' files are not to be missed for it.
+                self._faults.append(error)
 
     def _note_downloads(self, downloads: Downloads) -> None:
         """Note the parts whose files have all come. With nothing else to wait for, wait for one."""

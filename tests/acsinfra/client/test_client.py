@@ -60,7 +60,8 @@ def test_layers_come_as_arrays_and_steering_vectors_go_as_them(inference_stack: 
         plain = client.complete(PROMPT, **GREEDY, output_residual_stream=[1, 3])
         stream = plain.residual_stream
         assert stream is not None
-        assert (stream.shape, stream.dtype) == ((2, plain.prompt_tokens + 5, 64), np.float32)
+        assert stream.shape == (2, plain.prompt_tokens + 5, 64)
+        assert stream.dtype == np.float32
         assert client.complete(PROMPT, **GREEDY).residual_stream is None
         vector = np.random.default_rng(0).normal(0, 3, 64).astype(np.float32)
         steered = client.complete(

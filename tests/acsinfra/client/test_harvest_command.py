@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_killed_wherever_it_is_the_same_command_goes_on_and_each_job_is_charged_
     assert used_tokens(harvest_stack, user) == 2 * charged
     assert files_of(out) == files_of(tmp_path / "whole")
     assert not list(out.rglob("*.part"))
+    # As after a kill between the server's answer and our note of it, seen long after the job was done.
+    state = json.loads((out / "harvest.json").read_text())
+    state["parts"][1] |= {"job_id": None, "status": None, "tokens": None, "is_downloaded": False}
+    (out / "harvest.json").write_text(json.dumps(state))
+    shutil.rmtree(out / "prompts_000000008")
+    assert acs.json(*arguments(out)) == summary
+    assert files_of(out) == files_of(tmp_path / "whole")
+    assert used_tokens(harvest_stack, user) == 2 * charged
     with client_of(harvest_stack, user) as client:
         assert len(client.harvest_jobs(limit=100)) == 6
 

@@ -40,7 +40,13 @@ def test_the_state_is_read_as_it_was_written_and_only_for_the_same_harvest(tmp_p
     assert [(part.first, part.n_prompts) for part in state.parts] == [(0, 2), (2, 1)]
     assert len({part.idempotency_key for part in state.parts}) == 2
     assert begin(tmp_path, caps=Caps()) == state == load_state(tmp_path)
-    for changes in ({"prompts": [*PROMPTS, "four"]}, {"prompts": PROMPTS[::-1]}, {"model": "x"}, {"options": {}}):
+    others: list[dict[str, Any]] = [
+        {"prompts": [*PROMPTS, "four"]},
+        {"prompts": PROMPTS[::-1]},
+        {"model": "x"},
+        {"options": {}},
+    ]
+    for changes in others:
         with pytest.raises(AcsError, match="holds a harvest with other"):
             begin(tmp_path, **changes)
     for broken in (b"", b"{", b"[]", b'{"version": 9}', b'{"version": 1, "parts": [{}]}'):
