@@ -19,6 +19,10 @@ from tests.stack import Stack
 from tests.tcp_proxy import proxy_to
 
 PROMPT = "The capital of France is"
+FEW_TOKENS = """
+from budgets.models import MonthlyLimit
+result = MonthlyLimit.objects.update_or_create(user_id=pk, defaults={"monthly_tokens": 3})[1]
+"""
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0}
 
 
@@ -118,7 +122,7 @@ def test_errors_say_status_code_field_and_request(api: Stack) -> None:
         for call, status, code, param in (
             (lambda: client.complete("x", model="none", max_tokens=1), 400, "model_not_found", "model"),
             (lambda: client.complete("x", model="tiny", max_tokens=-1), 400, "invalid_request", "max_tokens"),
-            (lambda: client.model("no/such model"), 404, "model_not_found", "model"),
+            (lambda: client.model("no such model"), 404, "model_not_found", "model"),
             (lambda: client.job("a" * 36), 404, "not_found", None),
             (lambda: client.harvest_job("../models"), 404, "not_found", None),
             (lambda: client.submit_harvest(["x"], model="tiny", layers=[99]), 400, "invalid_request", "layers.0"),
@@ -149,9 +153,7 @@ def test_exit_codes_and_what_is_never_shown(api: Stack, tmp_path: Path) -> None:
     assert acs.run("complete", "x", "-m", "tiny", "-f", "model=y").returncode == 2
     assert acs.run("complete", "x").returncode == 2
     poor = api.new_user()
-    api.django(
-        "from accounts.models import User; User.objects.filter(pk=pk).update(monthly_tokens=3); result = 1", pk=poor.id
-    )
+    api.django(FEW_TOKENS, pk=poor.id)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("far too long for three tokens\n")
     refused = command_of(api, poor).json("harvest", corpus, "-m", "tiny", "-o", tmp_path / "poor", exit_code=4)
@@ -207,10 +209,14 @@ def test_jobs_of_the_command(inference_stack: Stack) -> None:
     assert acs.json("jobs", "list", "--harvest") == []
     assert job_id in acs.run("jobs", "list").stdout
     assert acs.json("jobs", "cancel", job_id)["status"] == "succeeded"
-    long = acs.json("jobs", "submit", PROMPT, "-m", "tiny", "-n", "400", "-f", "ignore_eos=true")
-    assert acs.json("jobs", "wait", long["id"], "--timeout", "0", exit_code=6)["error"]["code"] == "still_waiting"
-    assert acs.json("jobs", "cancel", long["id"])["status"] == "cancelled"
-    assert acs.json("jobs", "wait", long["id"], exit_code=6)["error"]["code"] == "job_cancelled"
+    with client_of(inference_stack) as client:
+        long = client.submit_job(PROMPT, model="tiny", max_tokens=480, n=16, ignore_eos=True)
+        with pytest.raises(AcsError) as waiting:
+            client.wait_for_job(long.id, timeout_s=0)
+        assert waiting.value.code == "still_waiting"
+        assert client.cancel_job(long.id).status == "cancelled"
+    cancelled = command_of(inference_stack).json("jobs", "wait", long.id, exit_code=6)
+    assert cancelled["error"]["code"] == "job_cancelled"
 
 
 def test_a_retry_after_is_waited_for_and_a_lost_connection_outlived(inference_stack: Stack) -> None:
