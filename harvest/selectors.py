@@ -1,7 +1,6 @@
 """What reads Harvest jobs."""
 
 import uuid
-from dataclasses import dataclass
 
 from django.conf import settings
 from django.db.models import Q
@@ -9,17 +8,10 @@ from django.db.models.functions import Now
 
 from accounts.models import User
 from acsinfra.core.db import fetch_one
-from acsinfra.core.errors import ApiError, invalid, not_found
+from acsinfra.core.errors import ApiError, not_found
+from acsinfra.core.listing import ListQuery, Page, list_page
 from harvest.models import HarvestJob
 from inference.models import Engine
-
-
-@dataclass(frozen=True)
-class JobPage:
-    """A page of jobs, newest first, and whether older ones follow."""
-
-    jobs: list[HarvestJob]
-    has_more: bool
 
 
 def harvest_of(user: User, job_id: uuid.UUID) -> HarvestJob:
@@ -35,21 +27,10 @@ def no_such_harvest() -> ApiError:
     return not_found("There is no such Harvest job.")
 
 
-def list_harvests(
-    *, user: User, limit: int, after: uuid.UUID | None = None, status: str | None = None, model: str | None = None
-) -> JobPage:
-    """The User's jobs older than the job `after`, newest first. Raises `400` for an `after` that is none of theirs."""
-    jobs = HarvestJob.objects.filter(user=user)
-    if after is not None:
-        if not jobs.filter(pk=after).exists():
-            raise invalid("after is not the id of one of your Harvest jobs.", param="after")
-        jobs = jobs.filter(pk__lt=after)
-    if status is not None:
-        jobs = jobs.filter(status=status)
-    if model is not None:
-        jobs = jobs.filter(model=model)
-    found = list(jobs.order_by("-pk").prefetch_related("shards")[: limit + 1])
-    return JobPage(jobs=found[:limit], has_more=len(found) > limit)
+def list_harvests(user: User, asked: ListQuery) -> Page[HarvestJob]:
+    """A page of the User's jobs with their shards. Raises `400` for an `after` that is none of theirs."""
+    jobs = HarvestJob.objects.filter(user=user).prefetch_related("shards")
+    return list_page(jobs, asked, noun="Harvest job")
 
 
 def models_with_waiting_jobs() -> list[str]:

@@ -13,7 +13,7 @@ from accounts.models import ApiKey, User
 from accounts.selectors import limit as limit_of
 from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
 from acsinfra.core.db import database_step
-from acsinfra.core.errors import ApiError, ErrorCode, invalid
+from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.fields import query_integer
 from acsinfra.core.file_links import base_url
 from acsinfra.core.idempotency import (
@@ -22,6 +22,7 @@ from acsinfra.core.idempotency import (
     idempotent_request,
     read_idempotency_key,
 )
+from acsinfra.core.listing import read_list_query
 from acsinfra.core.threads import in_thread_if
 from budgets.spend import require_spending_async
 from harvest import selectors, services
@@ -85,21 +86,14 @@ class HarvestsView(ApiView):
 
         The User's, of all their keys, newest first.
         """
-        query = request._request.GET
-        limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
-        status = query.get("status")
-        if status is not None and status not in HarvestJob.Status.values:
-            raise invalid(f"status must be one of {', '.join(HarvestJob.Status.values)}.", param="status")
-        answer = await database_step(
-            _list,
-            base_url=base_url(request._request),
-            user=_caller(request)[0],
-            limit=limit,
-            after=_query_id(query.get("after")),
-            status=status,
-            model=query.get("model"),
-        )
-        return Response(answer)
+        asked = read_list_query(request._request.GET, statuses=HarvestJob.Status.values, noun="Harvest job")
+        address = base_url(request._request)
+
+        def read() -> dict[str, Any]:
+            page = selectors.list_harvests(_caller(request)[0], asked)
+            return page.as_json(lambda job: job_as_json(job, base_url=address))
+
+        return Response(await database_step(read))
 
 
 class HarvestView(ApiView):
@@ -190,23 +184,3 @@ async def _answer(request: Request, job_id: uuid.UUID) -> dict[str, Any]:
         return job_as_json(selectors.harvest_of(_caller(request)[0], job_id), base_url=base_url(request._request))
 
     return await database_step(read)
-
-
-def _list(*, base_url: str, **which: Any) -> dict[str, Any]:
-    page = selectors.list_harvests(**which)
-    return {
-        "object": "list",
-        "data": [job_as_json(job, base_url=base_url) for job in page.jobs],
-        "has_more": page.has_more,
-    }
-
-
-def _query_id(text: str | None) -> uuid.UUID | None:
-    if text is None:
-        return None
-    try:
-        if len(text) == 36:
-            return uuid.UUID(text)
-    except ValueError:
-        pass
-    raise invalid("after must be the id of a job.", param="after")

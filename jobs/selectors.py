@@ -2,7 +2,6 @@
 
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from django.conf import settings
 from django.db.models import Exists, OuterRef, Q
@@ -10,20 +9,13 @@ from django.db.models.functions import Now
 
 from accounts.models import User
 from acsinfra.core.db import fetch_one
-from acsinfra.core.errors import invalid, not_found
+from acsinfra.core.errors import not_found
+from acsinfra.core.listing import ListQuery, Page, list_page
 from budgets.models import Hold
 from inference.models import BaseModel, Engine
 from jobs.models import CompletionJob
 
 UNFINISHED = Q(status__in=[CompletionJob.Status.QUEUED, CompletionJob.Status.RUNNING])
-
-
-@dataclass(frozen=True)
-class JobPage:
-    """A page of Jobs, newest first, and whether older ones follow."""
-
-    jobs: list[CompletionJob]
-    has_more: bool
 
 
 def job_of(user: User, job_id: uuid.UUID) -> CompletionJob:
@@ -34,21 +26,9 @@ def job_of(user: User, job_id: uuid.UUID) -> CompletionJob:
     return job
 
 
-def list_jobs(
-    *, user: User, limit: int, after: uuid.UUID | None = None, status: str | None = None, model: str | None = None
-) -> JobPage:
-    """The User's Jobs older than the Job `after`, newest first. Raises `400` for an `after` that is none of theirs."""
-    jobs = CompletionJob.objects.filter(user=user)
-    if after is not None:
-        if not jobs.filter(pk=after).exists():
-            raise invalid("after is not the id of one of your Jobs.", param="after")
-        jobs = jobs.filter(pk__lt=after)
-    if status is not None:
-        jobs = jobs.filter(status=status)
-    if model is not None:
-        jobs = jobs.filter(model=model)
-    found = list(jobs.order_by("-pk")[: limit + 1])
-    return JobPage(jobs=found[:limit], has_more=len(found) > limit)
+def list_jobs(user: User, asked: ListQuery) -> Page[CompletionJob]:
+    """A page of the User's Jobs. Raises `400` for an `after` that is none of theirs."""
+    return list_page(CompletionJob.objects.filter(user=user), asked, noun="Job")
 
 
 async def is_still_running(job_id: uuid.UUID) -> bool:

@@ -12,9 +12,9 @@ from accounts.models import ApiKey, User
 from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
 from acsinfra.core.db import database_step
 from acsinfra.core.errors import invalid
-from acsinfra.core.fields import query_integer
 from acsinfra.core.idempotency import find_work_async, idempotent_request, read_idempotency_key
 from acsinfra.core.ids import new_uuid7
+from acsinfra.core.listing import read_list_query
 from acsinfra.core.threads import in_thread_if
 from budgets.spend import require_spending_async
 from inference.completions import prepare_completion
@@ -79,21 +79,9 @@ class JobsView(ApiView):
 
         The User's, of all their keys, newest first.
         """
-        query = request._request.GET
-        limit = query_integer(query, "limit", default=20, min_value=1, max_value=100)
-        status = query.get("status")
-        if status is not None and status not in CompletionJob.Status.values:
-            raise invalid(f"status must be one of {', '.join(CompletionJob.Status.values)}.", param="status")
-        page = await database_step(
-            selectors.list_jobs,
-            user=_caller(request)[0],
-            limit=limit,
-            after=_query_id(query.get("after")),
-            status=status,
-            model=query.get("model"),
-        )
-        jobs = [job_as_json(job) for job in page.jobs]
-        return Response({"object": "list", "data": jobs, "has_more": page.has_more})
+        asked = read_list_query(request._request.GET, statuses=CompletionJob.Status.values, noun="Job")
+        page = await database_step(selectors.list_jobs, _caller(request)[0], asked)
+        return Response(page.as_json(job_as_json))
 
 
 class JobView(ApiView):
@@ -151,14 +139,3 @@ async def _job(request: Request, job_id: uuid.UUID) -> CompletionJob:
 
 def _as_idempotent(user_id: int, key: str, body: dict[str, Any]) -> Any:
     return idempotent_request(user_id=user_id, key=key, route=ROUTE, body=body)
-
-
-def _query_id(text: str | None) -> uuid.UUID | None:
-    if text is None:
-        return None
-    try:
-        if len(text) == 36:
-            return uuid.UUID(text)
-    except ValueError:
-        pass
-    raise invalid("after must be the id of a Job.", param="after")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from accounts.models import User
 from acsinfra.core.errors import ApiError
+from acsinfra.core.listing import ListQuery
 from inference.models import BaseModel
 from jobs import services
 from jobs.models import CompletionJob
@@ -18,18 +19,20 @@ from tests.jobs.conftest import submit
 SUBMITS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["tiny", "other"]), st.booleans()), max_size=12)
 
 
-def read_all(limit: int, late: tuple[User, BaseModel] | None, **which: object) -> list[uuid.UUID]:
+def read_all(
+    user: User, limit: int, late: tuple[User, BaseModel] | None, *, status: str | None, model: str | None
+) -> list[uuid.UUID]:
     """Follow the cursor from the first page to the last; between pages another Job may come."""
     found: list[uuid.UUID] = []
     after = None
     while True:
-        page = list_jobs(limit=limit, after=after, **which)  # type: ignore[arg-type]
-        assert len(page.jobs) <= limit
-        found += [job.pk for job in page.jobs]
+        page = list_jobs(user, ListQuery(limit=limit, after=after, status=status, model=model))
+        assert len(page.rows) <= limit
+        found += [job.pk for job in page.rows]
         if not page.has_more:
             return found
-        assert len(page.jobs) == limit
-        after = page.jobs[-1].pk
+        assert len(page.rows) == limit
+        after = page.rows[-1].pk
         if late is not None:
             submit(late[0], None, late[1])
 
@@ -60,7 +63,7 @@ def test_the_pages_are_all_of_the_users_jobs_newest_first(
         if name == "a" and fits:
             expected.insert(0, job.pk)
     late = (users["a"], models["tiny"]) if comes_late else None
-    assert read_all(limit, late, user=users["a"], status=status, model=model) == expected
+    assert read_all(users["a"], limit, late, status=status, model=model) == expected
 
 
 @pytest.mark.django_db
@@ -69,5 +72,5 @@ def test_a_cursor_that_is_none_of_theirs_is_refused(user: User, model: BaseModel
     theirs = submit(stranger, make_key(stranger), model)
     for after in (theirs.pk, uuid.UUID(int=1)):
         with pytest.raises(ApiError) as refused:
-            list_jobs(user=user, limit=5, after=after)
+            list_jobs(user, ListQuery(limit=5, after=after))
         assert (refused.value.status, refused.value.param) == (400, "after")
