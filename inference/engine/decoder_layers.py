@@ -1,5 +1,6 @@
 """Which modules of a vLLM model are its decoder blocks."""
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -22,3 +23,18 @@ def find_decoder_layers(model: nn.Module, n_layers: int) -> nn.ModuleList:
         if candidates:
             break
     raise LookupError(f"no unique list of {n_layers} decoder blocks was found in {type(model).__name__}")
+
+
+# vLLM 0.32 divides the residual stream of these by a constant in float16, against overflow: no test from within could
+# tell, as the norms that read it don't.
+_SCALED_IN_FLOAT16 = frozenset({"deepseek_v2", "AXK1", "openpangu"})
+
+
+def require_unscaled_stream(layers: nn.ModuleList, dtype: torch.dtype) -> None:
+    """Raise `LookupError` where the blocks' residual stream is not the model's own but a multiple of it."""
+    if dtype != torch.float16:
+        return
+    for block in layers:
+        sources = {kind.__module__.rpartition(".")[2] for kind in type(block).__mro__}
+        if sources & _SCALED_IN_FLOAT16:
+            raise LookupError(f"{type(block).__name__} scales its residual stream in float16; serve it in bfloat16")

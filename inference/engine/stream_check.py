@@ -4,6 +4,7 @@ The final norm is the last leaf module whose output is the model's output (same 
 candidate that the final norm turns into that output.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class StreamCheck:
         if self._final_norm is None:
             return {"kind": "", "errors": {}}
         errors = {
-            kind: _relative_error(self._normalise(candidate), self._output.view(-1, self._output.shape[-1]))
+            kind: self._distance(candidate, self._output.view(-1, self._output.shape[-1]))
             for kind, candidate in self._list_candidates().items()
         }
         right = [kind for kind, error in errors.items() if error <= _MOST_FOR_RIGHT[self._output.dtype]]
@@ -97,6 +98,14 @@ class StreamCheck:
         if second is None:
             return {"first": first}
         return {"sum": first + second, "first": first}
+
+    def _distance(self, candidate: torch.Tensor, output: torch.Tensor) -> float:
+        """How far the final norm takes `candidate` from the model's output; infinite where the two don't fit."""
+        try:
+            normalised = self._normalise(candidate)
+        except (RuntimeError, ValueError, TypeError, AssertionError):
+            return math.inf
+        return _relative_error(normalised, output) if normalised.shape == output.shape else math.inf
 
     def _normalise(self, rows: torch.Tensor) -> torch.Tensor:
         if self._final_norm is None:

@@ -9,6 +9,7 @@ compiles.
 import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ class StreamListener(Protocol):
         """Read or change in place what block `layer` gave: its first tensor and, where there is one, its second."""
 
 
-_listeners: dict[int, StreamListener] = {}
+# Each lives as long as the blocks that tell it, so that an engine that was freed leaves nothing here.
+_listeners: WeakValueDictionary[int, StreamListener] = WeakValueDictionary()
 _keys = itertools.count()
 _library = torch.library.Library("acsinfra", "DEF")
 _library.define("tap_residual_stream(Tensor(a!) first, Tensor(b!)? second, int layer, int listener) -> ()")

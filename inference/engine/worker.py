@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from inference.engine.decoder_layers import find_decoder_layers
+from inference.engine.decoder_layers import find_decoder_layers, require_unscaled_stream
 from inference.engine.residual_stream import ResidualStream, cumulate
 from inference.engine.sampling_patches import add_extra_logprobs, rewind_seeded_generators
 from inference.engine.stream_check import StreamCheck
@@ -43,7 +43,9 @@ class ResidualStreamWorker(PlatformWorker):
             device=self.device,
             rank=self.rank,
         )
-        install_taps(find_decoder_layers(model, n_layers), self.stream)
+        layers = find_decoder_layers(model, n_layers)
+        require_unscaled_stream(layers, self.model_config.dtype)
+        install_taps(layers, self.stream)
         self.stream_check = StreamCheck(model, self.stream)
         if self.use_v2_model_runner:
             runner.prepare_inputs = self._place_rows_v2(runner.prepare_inputs)
@@ -99,6 +101,7 @@ class ResidualStreamWorker(PlatformWorker):
             "hidden_size": self.stream.hidden_size,
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "runner": "v2" if self.use_v2_model_runner else "v1",
+            "stream_kind": self.stream.kind,
             **self.stream.describe(),
         }
 

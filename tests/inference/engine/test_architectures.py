@@ -1,72 +1,97 @@
-"""Captures of other architectures, which hand the residual stream on in other ways than a Llama."""
+"""Captures and steering of other architectures, which hand the residual stream on in other ways than a Llama."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.inference.engine.architectures import ARCHITECTURES, find_blocks, make_tiny_architecture
-from tests.inference.engine.conftest import prepare_once
-from tests.inference.engine.reference import Float32Array
-from tests.inference.engine.requests import ALL_LAYERS, make_prompt
+from inference.engine.errors import EngineRefused
+from tests.inference.engine.architectures import (
+    ARCHITECTURES,
+    PARALLEL_STREAMS,
+    STEERED_LAYER,
+    STEERED_SPAN,
+    Streams,
+    make_and_read_with_huggingface,
+    make_tiny_architecture,
+    read_with_the_engine,
+    relative_error,
+    run_apart,
+)
 
-pytestmark = pytest.mark.long
-PROMPT = make_prompt(50, seed=1)
+# Each way once; that of the tiny Llama, delta and residual, is in every other test of the engine.
+WAYS = ("gpt2", "gpt_neox", "cohere")
+OTHERS = tuple(name for name in ARCHITECTURES if name not in WAYS)
+
+WRONG = {
+    "gemma3n": r"no unique list of 4 decoder blocks was found in Gemma3nForCausalLM",
+    "a Llama that halves": r"which tensor of this model is its residual stream could not be decided: \{'sum': 0\.\d+, ",
+}
+
+type Read = dict[str, tuple[object, Streams | Exception]]
 
 
-def read_with_huggingface(folder: Path, name: str) -> Float32Array:
-    """Return what each block of the model gives, [layers, tokens, hidden]; runs apart from vLLM."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_architecture(folder, name), dtype=torch.float32).eval()
-    rows: list[torch.Tensor] = []
-    for block in find_blocks(model, name):
-        block.register_forward_hook(
-            lambda _module, _inputs, output: rows.append((output[0] if isinstance(output, tuple) else output)[0])
-        )
-    with torch.no_grad():
-        model(torch.tensor([PROMPT]))
-    stream: Float32Array = torch.stack(rows).numpy()
-    return stream
+def read(root: Path, names: Sequence[str]) -> Read:
+    """Return what HuggingFace and what the engine read of each architecture."""
+    expected = run_apart([partial(make_and_read_with_huggingface, root / name, ARCHITECTURES[name]) for name in names])
+    captured = run_apart([partial(read_with_the_engine, root / name) for name in names])
+    return {name: (right, got) for name, right, got in zip(names, expected, captured, strict=True)}
 
 
-def read_with_the_engine(folders: dict[str, Path]) -> dict[str, Float32Array]:
-    """Return what a harvest engine of each model captures; an engine that fails its self-test raises."""
-    prepare_once()
-    from inference.engine.harvest import HarvestEngine
-    from inference.wire import EngineOptions
-
-    streams = {}
-    for name, folder in folders.items():
-        options = EngineOptions(checkpoint=str(folder), dtype="float32", kv_cache_bytes=16 * 1024**2, max_num_seqs=8)
-        engine = HarvestEngine.start(options, name="tests-architectures")
-        try:
-            (captured,) = engine.capture([(0, PROMPT)], ALL_LAYERS)
-            streams[name] = captured.array.astype(np.float32)
-        finally:
-            engine.shutdown()
-    return streams
+def assert_like_huggingface(name: str, right: object, got: Streams | Exception) -> None:
+    for streams in (right, got):
+        if isinstance(streams, Exception):
+            raise streams
+    assert isinstance(right, Streams)
+    assert isinstance(got, Streams)
+    assert got.kind == ARCHITECTURES[name].kind
+    assert relative_error(got.plain, right.plain) <= 1e-5
+    assert relative_error(got.steered, right.steered) <= 1e-5
+    # The vector went in where it belongs, and changed what comes after.
+    first = STEERED_SPAN[0]
+    assert relative_error(got.steered[:, :first], got.plain[:, :first]) <= 1e-5
+    assert relative_error(got.steered[:STEERED_LAYER], got.plain[:STEERED_LAYER]) <= 1e-5
+    assert relative_error(got.steered[STEERED_LAYER:, first:], got.plain[STEERED_LAYER:, first:]) > 0.1
 
 
 @pytest.fixture(scope="module")
-def streams(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Float32Array, Float32Array]]:
-    """Return what HuggingFace and what the engine read of each architecture."""
+def ways(tmp_path_factory: pytest.TempPathFactory, tiny_float32: Path) -> Read:
+    """Return what was read of each way, and what became of two models that no rule is right for."""
     root = tmp_path_factory.mktemp("architectures")
-    folders = {name: root / model_type for name, (model_type, _, _) in ARCHITECTURES.items()}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        expected = {name: pool.submit(read_with_huggingface, folder, name).result() for name, folder in folders.items()}
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        captured = pool.submit(read_with_the_engine, folders).result()
-    return {name: (expected[name], captured[name]) for name in folders}
+    made: list[Callable[[], object]] = [
+        partial(make_and_read_with_huggingface, root / name, ARCHITECTURES[name]) for name in WAYS
+    ]
+    made.append(partial(make_tiny_architecture, root / "gemma3n", PARALLEL_STREAMS))
+    expected = run_apart(made)
+    captured = run_apart(
+        [
+            *(partial(read_with_the_engine, root / name) for name in (*WAYS, "gemma3n")),
+            partial(read_with_the_engine, tiny_float32, halved=True),
+        ]
+    )
+    return dict(zip((*WAYS, *WRONG), zip((*expected, None), captured, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_stream_is_that_of_huggingface(streams: dict[str, tuple[Float32Array, Float32Array]], name: str) -> None:
-    expected, captured = streams[name]
-    assert captured.shape == expected.shape == (4, len(PROMPT), 64)
-    error = np.linalg.norm(captured - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-    assert error.max() <= 1e-5
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return read(tmp_path_factory.mktemp("architectures"), OTHERS)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_captures_and_steering_are_those_of_huggingface(ways: Read, name: str) -> None:
+    assert_like_huggingface(name, *ways[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_that_would_be_wrong_is_refused_with_a_sentence(ways: Read, name: str) -> None:
+    refused = ways[name][1]
+    assert isinstance(refused, EngineRefused)
+    assert re.search(WRONG[name], str(refused))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_captures_and_steering_of_the_others_are_those_of_huggingface(others: Read, name: str) -> None:
+    assert_like_huggingface(name, *others[name])

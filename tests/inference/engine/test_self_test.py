@@ -164,3 +164,33 @@ def test_decoder_layers_are_found_or_refused() -> None:
         find_decoder_layers(model, 3)
     with pytest.raises(LookupError, match="no unique list of 4"):
         find_decoder_layers(model, 4)
+
+
+def test_a_stream_that_vllm_scales_in_float16_is_refused() -> None:
+    prepare_once()
+    import torch
+    from torch import nn
+
+    from inference.engine.decoder_layers import require_unscaled_stream
+
+    class Block(nn.Linear):
+        __module__ = "vllm.model_executor.models.deepseek_v2"
+
+    class FineTunedBlock(Block):
+        __module__ = "somebody.model"
+
+    for kind in (Block, FineTunedBlock):
+        blocks = nn.ModuleList([nn.Linear(2, 2), kind(2, 2)])
+        require_unscaled_stream(blocks, torch.bfloat16)
+        with pytest.raises(LookupError, match="scales its residual stream in float16; serve it in bfloat16"):
+            require_unscaled_stream(blocks, torch.float16)
+
+
+def test_a_step_is_short_however_long_a_prompt_is(tiny_float32: Path) -> None:
+    """What a cancelled or stopped harvest waits for at most: the end of one step."""
+    prepare_once()
+    from inference.engine.arguments import make_vllm_config
+
+    scheduler = make_vllm_config(EngineOptions(checkpoint=str(tiny_float32), dtype="float32")).scheduler_config
+    assert scheduler.enable_chunked_prefill
+    assert scheduler.max_num_batched_tokens <= 8192
