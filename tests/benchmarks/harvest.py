@@ -119,7 +119,7 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
     with contextlib.ExitStack() as closing:
         home = Path(tempfile.mkdtemp(prefix="acs-bench-"))
         closing.callback(shutil.rmtree, home, ignore_errors=True)
-        env = closing.enter_context(_stack(home))
+        env = closing.enter_context(stack_for_engines(home))
         logs = home / "logs"
 
         def start(name: str, *command: str, python: str = sys.executable) -> tuple[Way, dict[str, Any]]:
@@ -131,7 +131,7 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
         tokens_file = str(home / "tokens.json")
         engine = "-m", "tests.benchmarks.harvest_engine", plan.source, plan.dtype, str(plan.n_prompts)
         eager, facts = start("eager", *engine, "eager", tokens_file)
-        chosen = plan.layers or _quartiles(facts["n_layers"])
+        chosen = plan.layers or quartiles(facts["n_layers"])
         every = tuple(range(facts["n_layers"]))
         turns = Turns()
         ways: dict[str, Callable[[], dict[str, Any]]] = {
@@ -180,7 +180,7 @@ def measure_memory(*, source: str | None, dtype: str, say: Say) -> dict[str, Any
         closing.callback(shutil.rmtree, home, ignore_errors=True)
         if source is None:
             source, dtype = str(make_tiny_model_in(home)), "float32"
-        env = closing.enter_context(_stack(home))
+        env = closing.enter_context(stack_for_engines(home))
         say("starting the engine")
         command = [sys.executable, "-m", "tests.benchmarks.harvest_engine", source, dtype, str(MOST_PROMPTS), "eager"]
         way = Way("eager", [*command, str(home / "tokens.json")], env=env, logs=home / "logs")
@@ -202,12 +202,12 @@ def measure_memory(*, source: str | None, dtype: str, say: Say) -> dict[str, Any
     }
 
 
-def _quartiles(n_layers: int) -> tuple[int, ...]:
+def quartiles(n_layers: int) -> tuple[int, ...]:
     return tuple(sorted({n_layers // 4, n_layers // 2, 3 * n_layers // 4}))
 
 
 @contextlib.contextmanager
-def _stack(home: Path) -> Iterator[dict[str, str]]:
+def stack_for_engines(home: Path) -> Iterator[dict[str, str]]:
     """The environment of processes with an embedded PostgreSQL, migrated."""
     (home / "logs").mkdir(exist_ok=True)
     supervisor = Supervisor(home)

@@ -2,7 +2,8 @@
 
 `python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS eager|compiled TOKENS_FILE` says what it loaded, having
 written the token ids of all prompts to TOKENS_FILE. Then it answers each `{"way": …, "layers": […]}` with the seconds
-that the way took and the most memory that it had meanwhile; `"prompts": n` takes the first n alone.
+that the way took and the most memory that it had meanwhile; `"prompts": n` takes the first n alone, `"storage": url` is
+where the files of `end_to_end` go.
 """
 
 import json
@@ -45,6 +46,7 @@ class EngineWays:
         self.model: BaseModel = BaseModel.objects.select_related("files").get(name=name)
         self.user: User = create_user(username=name, email=f"{name}@example.org", password=None)
         self.prompts = make_prompts(n_prompts)
+        self.storage_url: str | None = None
         self.token_ids = self._tokenise()
         self.checkpoint = str(resolve_source(source, cache_dir=settings.MODELS_CACHE))
         prepare_environment(
@@ -61,7 +63,7 @@ class EngineWays:
         options = engine_options(model=self.model, checkpoint=self.checkpoint)
         self.engine: HarvestEngine = HarvestEngine.start(options, name=name, is_compiled=is_compiled)
         self.load_s = time.perf_counter() - began
-        self.memory = WindowMemory()
+        self.memory = WindowMemory(MEMORY_BYTES)
         self.values = np.empty(MEMORY_BYTES, np.uint8)
 
     def facts(self) -> dict[str, Any]:
@@ -176,7 +178,7 @@ class EngineWays:
                 job=job,
                 owner=owner,
                 model=self.model,
-                storage=storage_from_url(Path(self.folder).as_uri()),
+                storage=storage_from_url(self.storage_url or Path(self.folder).as_uri()),
                 get_engine=lambda _tokens: self.engine,
                 keeper=keeper,
                 watch=Stopwatch(),
@@ -215,6 +217,7 @@ def main() -> None:
     print(json.dumps(ways.facts()), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        ways.storage_url = asked.get("storage")
         print(json.dumps(ways.take(asked["way"], asked["layers"], asked.get("prompts"))), file=answers, flush=True)
     ways.engine.shutdown()
 
