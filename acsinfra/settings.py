@@ -230,6 +230,9 @@ HARVEST_WAITS_AT_ONCE = env.int("HARVEST_WAITS_AT_ONCE", default=4)
 STORAGE_QUOTA_BYTES: int | None = env.int("STORAGE_QUOTA_BYTES", default=None)
 HARVEST_MAX_BYTES = env.int("HARVEST_MAX_BYTES", default=200 * 1024**3)
 
+# What a runner has read and not yet stored; a prompt whose values are more is there alone
+HARVEST_MEMORY_BYTES = env.int("HARVEST_MEMORY_BYTES", default=256 * 1024 * 1024)
+
 # A job of so many tokens has its runner compile the model on a CPU; 0 compiles for none. With SmolLM2-135M a first
 # compilation costs one to two minutes and saves a sixth of each token's time: that pays after 300,000 tokens on slow
 # cores and a million on fast ones. Later starts find it in ENGINE_CACHE.
@@ -244,6 +247,7 @@ FULL_VOCAB_MAX_LOGPROBS = env.int("FULL_VOCAB_MAX_LOGPROBS", default=4_000_000)
 # Times
 ENGINE_TIME_LIMIT = timedelta(seconds=env.float("ENGINE_TIME_LIMIT", default=540))
 LEASE = timedelta(seconds=env.float("LEASE_SECONDS", default=30))
+RUNNER_IDLE = timedelta(seconds=env.float("RUNNER_IDLE_SECONDS", default=900))
 LEASE_RENEWAL = timedelta(seconds=env.float("LEASE_RENEWAL_SECONDS", default=10))
 HEARTBEAT = timedelta(seconds=env.float("HEARTBEAT_SECONDS", default=5))
 ENGINE_SILENT_AFTER = timedelta(seconds=env.float("ENGINE_SILENT_AFTER_SECONDS", default=20))

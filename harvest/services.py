@@ -226,14 +226,14 @@ def finish_harvest(*, job_id: uuid.UUID, owner: uuid.UUID, tokens: int, result: 
     return job
 
 
-def fail_try(*, job_id: uuid.UUID, owner: uuid.UUID, error: str) -> HarvestJob:
+def fail_try(*, job_id: uuid.UUID, owner: uuid.UUID, error: str, is_last: bool = False) -> HarvestJob:
     """Count a try that failed by the job's own doing: it waits again, and after 3 tries ends `failed` with `error`.
 
-    Raises LeaseLostError.
+    `is_last` ends it now: another try would fail too. Raises LeaseLostError.
     """
     with transaction.atomic():
         job = lock_leased(HarvestJob, pk=job_id, owner=owner)
-        _count_try(job, error)
+        _count_try(job, error, is_last=is_last)
     return job
 
 
@@ -410,9 +410,9 @@ def _runner_due_at() -> datetime:
     return timezone.now() + settings.RUNNER_GRACE + RUNNER_DUE_AFTER_GRACE
 
 
-def _count_try(job: HarvestJob, error: str) -> None:
+def _count_try(job: HarvestJob, error: str, *, is_last: bool = False) -> None:
     job.tries += 1
-    if job.tries >= TRIES_AT_MOST:
+    if is_last or job.tries >= TRIES_AT_MOST:
         _end(job, HarvestJob.Status.FAILED, tokens=0, error=error)
         return
     put_back(job)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import boto3
 from botocore.config import Config
@@ -180,7 +180,9 @@ class _S3Writer:
     def close(self) -> StoredObject:
         with _s3_errors("write to"):
             if self._upload_id is None:
-                self._client.put_object(Bucket=self._bucket, Key=self._name, Body=bytes(self._part))
+                # The stubs know no bytearray; botocore does, and copies nothing.
+                body: Any = self._part
+                self._client.put_object(Bucket=self._bucket, Key=self._name, Body=body)
             else:
                 if self._part:
                     self._send_part()
@@ -222,10 +224,10 @@ class _S3Writer:
             while len(self._on_their_way) >= PARTS_AT_ONCE:
                 self._etags.append(self._on_their_way.popleft().result())
             number = len(self._etags) + len(self._on_their_way) + 1
-            self._on_their_way.append(self._uploads.submit(self._upload_part, number, bytes(self._part)))
+            self._on_their_way.append(self._uploads.submit(self._upload_part, number, self._part))
         self._part = bytearray()
 
-    def _upload_part(self, number: int, part: bytes) -> str:
+    def _upload_part(self, number: int, part: Any) -> str:
         if self._upload_id is None:
             raise AssertionError("a part needs its upload")
         sent = self._client.upload_part(

@@ -32,7 +32,7 @@ from harvest.runner.windows import (
     plan_windows,
 )
 from inference.engine.activations import ARRAY_DTYPES, all_finite
-from inference.engine.errors import RequestFault
+from inference.engine.errors import EngineDied, RequestFault
 from inference.engine.harvest import CapturedPrompt, HarvestEngine
 from inference.models import BaseModel
 from inference.wire import TensorDtype
@@ -74,6 +74,7 @@ class HarvestRun:
         self._memory = memory
         self._stored: dict[int, StoredObject] = {}
         self._sums: dict[int, RunningStatistics] = {}
+        self._prompts: Sequence[TokenisedPrompt] = ()
 
     def run(self) -> HarvestJob:
         """Read, write and end the job as done.
@@ -88,6 +89,7 @@ class HarvestRun:
             add_special_tokens=self._job.add_special_tokens,
             tokens_at_most=self._model.effective_max_model_len - 1,
         )
+        self._prompts = prompts
         self._check_stop()
         with self._watch.measure("load_s"):
             engine = self._get_engine(sum(len(prompt.token_ids) for prompt in prompts))
@@ -108,8 +110,24 @@ class HarvestRun:
             uploads.wait_until_written()
         finally:
             uploads.close()
+            # What a run that stops early has not given back, the next one needs.
+            self._memory.take_back_all()
             self._watch.upload_s += uploads.waited_s
         return self._finish(layouts, prompts, dtype, None if directions is None else len(directions))
+
+    def can_read(self, engine: HarvestEngine, indexes: Sequence[int]) -> bool:
+        """Whether `engine` lives through these prompts, read together and thrown away.
+
+        Raises RunStopped and RequestFault.
+        """
+        prompts = ((index, self._prompts[index].token_ids.tolist()) for index in indexes)
+        try:
+            for _ in engine.capture(prompts, self._job.layers, should_stop=self._keeper.should_stop):
+                pass
+        except EngineDied:
+            return False
+        self._check_stop()
+        return True
 
     def _keep_whole_shards(self, layouts: Sequence[ShardLayout]) -> None:
         """Take over what an earlier claim wrote, as far as it is in storage still with its sums."""

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from harvest.runner.corpus import TokenisedPrompt
 from harvest.runner.shards import ShardLayout
 
-# All windows in memory together; one that is larger by itself (a long prompt, many layers) is there alone.
-MEMORY_BYTES: Final = 256 * 1024 * 1024
 # Several, so that the engine reads into one while others are on their way to the storage.
 WINDOWS_AT_ONCE: Final = 4
 WAIT_SECONDS: Final = 0.1
@@ -101,11 +99,11 @@ class WindowMemory:
     Blocks are taken in one thread and may be given back in another. `peak_bytes` is the most that was there at once.
     """
 
-    def __init__(self, bytes_at_most: int = MEMORY_BYTES) -> None:
+    def __init__(self, bytes_at_most: int) -> None:
         self._bytes_at_most = bytes_at_most
         self.window_bytes = bytes_at_most // WINDOWS_AT_ONCE
         self._free: list[Block] = []
-        self._taken_bytes = 0
+        self._taken: dict[int, Block] = {}
         self.peak_bytes = 0
         self._given_back = threading.Condition()
 
@@ -126,16 +124,21 @@ class WindowMemory:
                 while self._free and self._taken_bytes + self._free_bytes + size > self._bytes_at_most:
                     self._free.pop(0)
                 block = np.empty(size, np.uint8)
-            self._taken_bytes += block.nbytes
+            self._taken[id(block)] = block
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes + self._free_bytes)
             return block
 
     def give_back(self, block: Block) -> None:
         """Let a block be used again."""
         with self._given_back:
-            self._taken_bytes -= block.nbytes
-            self._free.append(block)
+            self._free.append(self._taken.pop(id(block)))
             self._given_back.notify_all()
+
+    def take_back_all(self) -> None:
+        """Let every block be used again: the run that took them is over, and nothing writes into them."""
+        with self._given_back:
+            self._free += self._taken.values()
+            self._taken.clear()
 
     def release(self) -> None:
         """Let the system have what is not taken."""
@@ -146,6 +149,10 @@ class WindowMemory:
         """Return when a block was given back, or after `seconds`."""
         with self._given_back:
             self._given_back.wait(seconds)
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(block.nbytes for block in self._taken.values())
 
     @property
     def _free_bytes(self) -> int:

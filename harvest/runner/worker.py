@@ -1,10 +1,14 @@
 """A runner's process: it claims the Harvest jobs of one model, one after the other, on an engine that stays loaded."""
 
+import ctypes
+import gc
 import os
 import signal
 import threading
+import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -19,6 +23,7 @@ from harvest import services
 from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
 from harvest.runner.retries import write_patiently
+from harvest.runner.splitting import FailingPromptError, find_failing_prompt
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.windows import WindowMemory
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
@@ -27,6 +32,7 @@ from inference.models import BaseModel, Engine
 from inference.services import engine_options, heartbeat, leave_engine, mark_live, register_engine
 
 if TYPE_CHECKING:
+    from harvest.runner.run import HarvestRun
     from inference.engine.harvest import HarvestEngine
 
 logger = structlog.get_logger(__name__)
@@ -46,9 +52,10 @@ class Runner:
         self._options = engine_options(model=model, checkpoint=checkpoint)
         self._name = f"runner-{model.name}"
         self._engine: HarvestEngine | None = None
-        self._memory = WindowMemory()
+        self._memory = WindowMemory(settings.HARVEST_MEMORY_BYTES)
         self._is_compiling_refused = False
         self._owner = uuid.uuid4()
+        self._worked_at = time.monotonic()
 
     def prepare(self) -> None:
         """End what a killed runner left, and make sure of the storage. Raises FolderNotSharedError, StorageError."""
@@ -59,10 +66,16 @@ class Runner:
         require_shared_folder()
 
     def run_waiting_jobs(self) -> None:
-        """Claim and run jobs until none waits or the runner is to stop. Never raises: the next look tries again."""
+        """Claim and run jobs until none waits or the runner is to stop. Never raises: the next look tries again.
+
+        An engine that has had no job for `settings.RUNNER_IDLE` is freed.
+        """
         try:
             while not self._is_stopping() and self._run_next():
                 pass
+            if self._engine is not None and time.monotonic() - self._worked_at > settings.RUNNER_IDLE.total_seconds():
+                logger.info("the engine has been idle; it is freed")
+                self._drop_engine()
         except FolderNotSharedError as error:
             logger.error("this runner must not write files", reason=str(error))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -91,6 +104,7 @@ class Runner:
                 logger.info("the job was cancelled or given to another; its run stops")
             finally:
                 keeper.end()
+                self._worked_at = time.monotonic()
         return True
 
     def _run(self, job: HarvestJob, keeper: LeaseKeeper) -> None:
@@ -103,7 +117,7 @@ class Runner:
         try:
             # Only now has the API surely said which folder it writes to.
             require_shared_folder()
-            HarvestRun(
+            run = HarvestRun(
                 job=job,
                 owner=self._owner,
                 model=self._model,
@@ -112,7 +126,12 @@ class Runner:
                 keeper=keeper,
                 watch=watch,
                 memory=self._memory,
-            ).run()
+            )
+            try:
+                run.run()
+            except EngineDied as died:
+                self._find_failing_prompt(run, died)
+                raise
         except RunStopped:
             self._hand_back(job)
             logger.info("harvest handed back")
@@ -122,6 +141,9 @@ class Runner:
         except StorageError as error:
             logger.warning("the storage failed; the job waits for it", reason=str(error))
             self._hand_back(job, because_storage_is_away=True)
+        except FailingPromptError as error:
+            logger.warning("a prompt makes the engine fail", reason=str(error))
+            self._fail_try(job, _sentence_about_prompt(error), is_last=True)
         except RequestFault as error:
             logger.warning("a prompt failed", reason=str(error))
             self._fail_try(job, _sentence_about_prompt(error))
@@ -138,8 +160,25 @@ class Runner:
             logger.exception("the run failed")
             self._fail_try(job, "The runner failed while it ran this job.")
 
-    def _fail_try(self, job: HarvestJob, error: str) -> None:
-        write_patiently(lambda: services.fail_try(job_id=job.pk, owner=self._owner, error=error))
+    def _find_failing_prompt(self, run: "HarvestRun", died: EngineDied) -> None:
+        """Raise FailingPromptError if one of the prompts that the engine held makes another one fail, alone."""
+
+        def can_read(indexes: Sequence[int]) -> bool:
+            is_well = run.can_read(self._loaded_engine(0), indexes)
+            if not is_well:
+                self._drop_engine()
+            return is_well
+
+        logger.warning("the engine died; its prompts are read apart", prompts=died.prompts, reason=str(died))
+        # The frames that it came through hold the engine: the next one would be loaded beside it.
+        traceback.clear_frames(died.__traceback__)
+        self._drop_engine()
+        index = find_failing_prompt(died.prompts, can_read)
+        if index is not None:
+            raise FailingPromptError(f"prompt {index}: the engine fails when it reads this prompt alone") from died
+
+    def _fail_try(self, job: HarvestJob, error: str, *, is_last: bool = False) -> None:
+        write_patiently(lambda: services.fail_try(job_id=job.pk, owner=self._owner, error=error, is_last=is_last))
 
     def _hand_back(self, job: HarvestJob, *, because_storage_is_away: bool = False) -> None:
         write_patiently(
@@ -182,6 +221,8 @@ class Runner:
                 engine.shutdown()
             except Exception:
                 logger.exception("the engine did not shut down; its processes are ended at the next start")
+            del engine
+            _return_memory()
 
 
 class RunnerRegistration:
@@ -248,6 +289,15 @@ def running_runner() -> Runner:
     """The runner of this process."""
     assert _runner is not None, "this task belongs to `manage.py runner`"
     return _runner
+
+
+def _return_memory() -> None:
+    """Give the memory of what is garbage back to the system."""
+    gc.collect()
+    # What glibc keeps of small pieces for later; other C libraries have no such function.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _children() -> list[int]:

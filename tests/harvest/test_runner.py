@@ -1,9 +1,12 @@
 """Runners that are killed, stopped, cancelled, or two: every job still comes to its one right end."""
 
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -31,6 +34,7 @@ from harvest.models import HarvestJob
 job = HarvestJob.objects.get(pk=job_id)
 result = {
     "status": job.status, "claims": job.claims, "tries": job.tries, "tokens": job.tokens,
+    "setbacks": job.setbacks,
     "shards": list(job.shards.values_list("key", flat=True)),
     "holds": list(Hold.objects.filter(work_kind="harvest", work_id=str(job.pk)).values_list("state", "charged")),
     "gpu_seconds": [time.gpu_seconds for time in GpuTime.objects.filter(model="tiny", kind="runner")],
@@ -126,6 +130,29 @@ def test_a_runner_that_is_stopped_hands_its_job_back_at_once(harvest_stack: Stac
     assert row(harvest_stack, job)["tries"] == 0
 
 
+def test_a_full_disk_is_waited_for(harvest_stack: Stack, undisturbed: Any) -> None:
+    """As a quota makes it: no file of the runner may grow past half of a shard."""
+    pid = harvest_stack.children["runner"].process.pid
+    job = submit(harvest_stack, **LONG)
+    wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 2)
+    _, most = limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1_000_000, most))
+    try:
+        wait_until(lambda: row(harvest_stack, job)["setbacks"] >= 1)
+        left = row(harvest_stack, job)
+        assert (left["tries"], left["holds"]) == (0, [["live", None]])
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    harvest = download(wait_for(harvest_stack, job["job_id"]))
+    after = row(harvest_stack, job)
+    assert after["shards"][: len(left["shards"])] == left["shards"]
+    assert after["holds"] == [["settled", harvest.job["tokens"]]]
+    assert harvest.ids == undisturbed.ids
+    for index, values in undisturbed.values.items():
+        assert np.abs(harvest.values[index] - values).max() <= 1e-5 * np.abs(values).max()
+    assert_statistics(harvest, bos=0)
+
+
 def test_a_cancelled_job_stops_within_a_second_and_frees_the_runner(harvest_stack: Stack) -> None:
     job = submit(harvest_stack, **LONG)
     wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 1)
@@ -172,13 +199,13 @@ def test_progress_grows_while_a_job_runs(harvest_stack: Stack) -> None:
 
 
 @pytest.mark.long
-def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) -> None:
-    users = [harvest_stack.new_user(), harvest_stack.new_user()]
+def test_two_runners_work_through_six_jobs_of_three_keys_in_the_order_of_the_work(harvest_stack: Stack) -> None:
+    users = [harvest_stack.new_user(harvests_unfinished=2) for _ in range(3)]
     with another_runner(harvest_stack, "tiny") as other:
         jobs = [
             (user, submit(harvest_stack, user, **{**LONG, "prompts": LONG["prompts"][:40]}))
-            for _ in range(3)
             for user in users
+            for _ in range(2)
         ]
         for user, job in jobs:
             assert wait_for(harvest_stack, job["job_id"], user)["status"] == "done"
@@ -187,6 +214,31 @@ def test_two_runners_share_the_work_and_no_job_runs_twice(harvest_stack: Stack) 
             claim = f'"harvest claimed", "job_id": "{job["job_id"]}"'
             assert sum(log.count(claim) for log in (harvest_stack.log("runner"), other.log_text())) == 1
         assert other.log_text().count("harvest claimed") >= 1
+    ended = [Ran.of(user.id, read_job(harvest_stack, job["job_id"], user)) for user, job in jobs]
+    for taken in ended:
+        # Of all that waited when this one was taken it was the oldest of the User with the fewest running.
+        waiting = [one for one in ended if one.submitted < taken.started <= one.started]
+        assert min(waiting, key=lambda one: (one.busy(ended, at=taken.started), one.job_id)) == taken
+
+
+@dataclass(frozen=True)
+class Ran:
+    """When a job of a User was submitted and ran."""
+
+    user_id: int
+    job_id: str
+    submitted: datetime
+    started: datetime
+    ended: datetime
+
+    @classmethod
+    def of(cls, user_id: int, job: dict[str, Any]) -> "Ran":
+        times = (datetime.fromisoformat(job[name]) for name in ("created_at", "started_at", "completed_at"))
+        return cls(user_id, job["job_id"], *times)
+
+    def busy(self, others: list["Ran"], *, at: datetime) -> int:
+        """How many jobs of this one's User ran at that time."""
+        return sum(one.user_id == self.user_id and one.started < at <= one.ended for one in others)
 
 
 def test_a_job_that_only_the_row_tells_of_is_found(harvest_stack: Stack) -> None:
@@ -278,6 +330,4 @@ def test_files_in_s3_are_read_by_presigned_links(harvest_stack: Stack, s3_server
 
 
 def _seconds(earlier: str, later: str) -> float:
-    from datetime import datetime
-
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()

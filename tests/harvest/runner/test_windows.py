@@ -142,3 +142,14 @@ def test_memory_that_is_given_back_wakes_who_waits() -> None:
     threading.Timer(0.05, memory.give_back, (block,)).start()
     memory.wait(30)
     assert memory.take(10) is block
+
+
+def test_a_run_that_ended_early_leaves_the_next_one_all_memory() -> None:
+    memory = WindowMemory(40)
+    taken = [memory.take(10) for _ in range(4)]
+    assert memory.take(10) is None
+    memory.take_back_all()
+    again = [memory.take(10) for _ in range(4)]
+    assert {id(block) for block in again} == {id(block) for block in taken}
+    assert memory.take(10) is None
+    assert memory.peak_bytes == 40

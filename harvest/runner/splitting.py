@@ -1,0 +1,27 @@
+"""Finding the one prompt that makes the engine fail, among those that it held when it did."""
+
+from collections.abc import Callable, Sequence
+
+from inference.engine.errors import RequestFault
+
+
+class FailingPromptError(RequestFault):
+    """A prompt that makes the engine fail when it is read alone."""
+
+
+def find_failing_prompt(suspects: Sequence[int], can_read: Callable[[Sequence[int]], bool]) -> int | None:
+    """The one of `suspects` with which the engine fails alone; None when it is no single one.
+
+    `can_read` says whether the engine survives some of them, read together: it is asked 2 log2(n) times at most.
+    """
+    found = list(suspects)
+    is_alone = False
+    while len(found) > 1:
+        half = len(found) // 2
+        failing = next((part for part in (found[:half], found[half:]) if not can_read(part)), None)
+        if failing is None:
+            return None
+        found, is_alone = failing, True
+    if not found:
+        return None
+    return found[0] if is_alone or not can_read(found) else None
