@@ -1,0 +1,163 @@
+"""What people do in the App, on the real stack: keys, Jobs and harvests from their making to their end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import httpx
+from playwright.sync_api import Page, expect
+
+from tests.browser.accessibility import assert_accessible
+from tests.browser.people import Person, sign_in
+from tests.harvest import harvests
+from tests.jobs.jobs import LONG, submit
+from tests.stack import Stack, StackUser
+
+BODY = {"model": "tiny", "prompt": "The sky is", "max_tokens": 6, "temperature": 0}
+
+
+def as_user(person: Person) -> StackUser:
+    return StackUser(id=person.id, key_id=person.key_id, username=person.username, key=person.key)
+
+
+def ask(stack: Stack, key: str) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{stack.base_url}/v1/completions", json=BODY, headers=headers, timeout=120)
+
+
+def test_a_key_is_made_copied_used_paused_and_revoked(page: Page, person: Person, inference_stack: Stack) -> None:
+    sign_in(page, person, to="/app/keys")
+    page.get_by_role("link", name="New key").click()
+    assert_accessible(page)
+    page.get_by_label("Name").fill("from the browser")
+    page.get_by_label("Tokens a month").fill("100000")
+    page.get_by_role("button", name="Make the key").click()
+    key = page.get_by_role("region", name="Your new API key").inner_text()
+    page.get_by_role("button", name="Copy: Your new API key").click()
+    expect(page.get_by_text("Copied").first).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == key
+    assert_accessible(page)
+    answer = ask(inference_stack, key)
+    assert answer.status_code == 200
+    used = answer.json()["usage"]["total_tokens"]
+
+    page.get_by_role("link", name="I have copied it").click()
+    row = page.get_by_role("row", name=re.compile("from the browser"))
+    expect(row).to_contain_text(f"{used} of 100,000")
+    assert_accessible(page)
+    page.get_by_role("button", name="Pause from the browser").click()
+    expect(row).to_contain_text("paused")
+    assert ask(inference_stack, key).status_code == 401
+    page.get_by_role("button", name="Resume from the browser").click()
+    expect(row).to_contain_text("working")
+    assert ask(inference_stack, key).status_code == 200
+    page.get_by_role("link", name="Revoke from the browser").click()
+    assert_accessible(page)
+    page.get_by_role("button", name="Revoke for ever").click()
+    expect(page.get_by_text("Revoked keys (1)")).to_be_visible()
+    assert ask(inference_stack, key).status_code == 401
+
+    page.goto("/app/usage")
+    expect(page.get_by_role("row", name=re.compile("from the browser"))).to_contain_text("100.0 %")
+    assert_accessible(page)
+
+
+def test_a_job_is_watched_to_its_end(page: Page, person: Person, inference_stack: Stack) -> None:
+    sign_in(page, person, to="/app/jobs")
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    wanted = {**LONG, "prompt": ["The capital"] * 4, "logprobs": 3, "max_tokens": 150}
+    with inference_stack.client(as_user(person)) as client:
+        submit(client, wanted)
+    page.reload()
+    page.get_by_role("link", name="Completion").click()
+    # Nobody reloads: the page does, when the Job has ended.
+    expect(page.locator(".badge")).to_have_text("succeeded", timeout=60_000)
+    expect(page.get_by_role("heading", name="Choice 0")).to_be_visible()
+    assert page.locator(".heat span").count() >= 4 * 150
+    assert page.locator("[hx-trigger]").count() == 0
+    assert_accessible(page)
+
+    # Its recipe is another Job, the same request.
+    page.get_by_text("Run this from a shell script").click()
+    recipe = page.get_by_role("region", name="The recipe").inner_text()
+    assert '"logprobs": 3' in recipe
+    page.get_by_role("link", name="Jobs").first.click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    assert_accessible(page)
+
+
+def test_activations_are_shown(page: Page, person: Person, inference_stack: Stack) -> None:
+    with inference_stack.client(as_user(person)) as client:
+        job = submit(client, {**BODY, "output_residual_stream": [0, 3]})
+    sign_in(page, person, to=f"/app/jobs/{job['id']}")
+    expect(page.get_by_role("heading", name="Activations")).to_be_visible(timeout=60_000)
+    expect(page.get_by_role("img", name=re.compile("Mean norm by layer"))).to_be_visible()
+    assert_accessible(page)
+
+
+def test_a_running_job_is_cancelled(page: Page, person: Person, inference_stack: Stack) -> None:
+    with inference_stack.client(as_user(person)) as client:
+        job = submit(client, LONG)
+    sign_in(page, person, to=f"/app/jobs/{job['id']}")
+    expect(page.locator(".badge")).to_have_text("running", timeout=60_000)
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".badge")).to_have_text("cancelled")
+    assert page.get_by_role("button", name="Cancel").count() == 0
+    with inference_stack.client(as_user(person)) as client:
+        assert client.get(f"completion-jobs/{job['id']}").json()["status"] == "cancelled"
+        assert client.get("budget").json()["held"] == 0
+    assert_accessible(page)
+    page.get_by_role("link", name="Erase").click()
+    page.get_by_role("button", name="Erase").click()
+    expect(page.get_by_text("were erased")).to_be_visible()
+
+
+def test_the_shell_recipe_runs_as_it_stands(page: Page, person: Person, inference_stack: Stack) -> None:
+    sign_in(page, person, to="/app/jobs")
+    page.get_by_role("link", name="Run a Job from a shell script").first.click()
+    assert_accessible(page)
+    recipe = page.get_by_role("region", name="The recipe").inner_text()
+    environment = {**os.environ, "ACS_API_KEY": person.key}
+    environment.pop("ACS_API_BASE", None)
+    for _ in range(2):
+        ran = subprocess.run(
+            ["sh", "-c", recipe],
+            env=environment,
+            cwd=inference_stack.home,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert json.loads(ran.stdout)["choices"][0]["finish_reason"] == "length"
+    page.goto("/app/jobs")
+    expect(page.locator("tbody tr")).to_have_count(1)
+
+
+def test_a_harvest_is_watched_and_its_files_are_read(page: Page, person: Person, harvest_stack: Stack) -> None:
+    submitted = harvests.submit(harvest_stack, as_user(person), prompts=["One two", "Three"], layers="all")
+    sign_in(page, person, to=f"/app/jobs/harvest/{submitted['job_id']}")
+    expect(page.locator(".badge")).to_have_text("done", timeout=120_000)
+    expect(page.get_by_role("img", name=re.compile("Mean norm by layer"))).to_be_visible()
+    assert_accessible(page)
+    link = page.get_by_role("link", name="shard_00000.safetensors").get_attribute("href")
+    assert link is not None
+    assert httpx.get(link).status_code == 200
+    snippet = page.get_by_role("region", name="Reading the files in Python").inner_text()
+    ran = subprocess.run(
+        [sys.executable, "-c", snippet],
+        env={**os.environ, "ACS_API_KEY": person.key},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "torch.float32" in ran.stdout
+    page.get_by_role("link", name="Delete the files").click()
+    assert_accessible(page)
+    page.get_by_role("button", name="Delete the files").click()
+    expect(page.get_by_text("They were deleted")).to_be_visible()
