@@ -29,6 +29,7 @@ logger = structlog.get_logger("acsinfra.requests")
 type GetResponse = Callable[[HttpRequest], Awaitable[HttpResponseBase]]
 
 CLIENT_CLOSED_REQUEST = 499
+PLAIN = "text/plain; charset=utf-8"
 CORS_HEADERS = {
     "Access-Control-Allow-Origin": "*",
     "Access-Control-Expose-Headers": "X-Request-Id, Retry-After, Location, X-Acs-Longpoll",
@@ -176,7 +177,10 @@ class PagesOnlyMiddleware(AsyncMiddleware):
         if not is_page_path(request.path_info):
             return await self.get_response(request)
         if BODY_PASSED_LIMIT in getattr(request, "scope", {}):
-            return HttpResponse("The body is too large.", status=413, content_type="text/plain; charset=utf-8")
+            return HttpResponse("The body is too large.", status=413, content_type=PLAIN)
+        # PostgreSQL takes none in a text, and no page's address has one.
+        if "\0" in request.path_info or "%00" in request.META.get("QUERY_STRING", ""):
+            return HttpResponse("The address holds a NUL character.", status=400, content_type=PLAIN)
         response = await self._around_pages(request)
         if isinstance(response, StreamingHttpResponse) and hasattr(request, "scope"):
             chunks = response.streaming_content
