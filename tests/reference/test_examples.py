@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +18,7 @@ import pytest
 from acsinfra.core.errors import ErrorCode
 from acsinfra.core.schema_errors import error_example
 from acsinfra.core.views import openapi_document
+from tests.inference.money import set_limits
 from tests.stack import Stack, StackUser
 
 HIDDEN: Final = 64
@@ -151,7 +153,7 @@ def _provoke(stack: Stack, code: ErrorCode) -> httpx.Response:
             case ErrorCode.INVALID_API_KEY:
                 return httpx.get(f"{stack.base_url}/v1/models")
             case ErrorCode.NOT_FOUND:
-                return client.get(f"harvest/{uuid.uuid4()}")
+                return client.get("nothing")
             case ErrorCode.METHOD_NOT_ALLOWED:
                 return client.delete("budget")
             case ErrorCode.REQUEST_TOO_LARGE:
@@ -169,19 +171,32 @@ def _provoke(stack: Stack, code: ErrorCode) -> httpx.Response:
                 client.get("models")
                 return client.get("models")
             case ErrorCode.BUDGET_EXCEEDED:
+                set_limits(stack, user, tokens=1)
                 return client.post("completions", json=small)
             case ErrorCode.JOB_CAPACITY:
                 return client.post("completion-jobs", json=small, headers=key)
             case ErrorCode.SPEND_CAP:
-                return client.post("completions", json=small)
+                return _while_paused(stack, client, small)
             case ErrorCode.HARVEST_CONCURRENCY_EXCEEDED | ErrorCode.HARVEST_QUOTA_EXCEEDED:
                 return client.post("harvest", json=harvest)
     raise AssertionError(code)
 
 
+def _while_paused(stack: Stack, client: httpx.Client, body: dict[str, Any]) -> httpx.Response:
+    """Return the answer to `body` while an operator has paused new GPU work; the API hears of both within a second."""
+    stack.django(SET_PAUSE, paused=True)
+    try:
+        while (answer := client.post("completions", json=body)).status_code == 200:
+            pass
+    finally:
+        stack.django(SET_PAUSE, paused=False)
+    while client.post("completions", json=body).status_code == 429:
+        time.sleep(0.1)
+    return answer
+
+
 _LIMITS: Final[dict[ErrorCode, dict[str, int]]] = {
     ErrorCode.RATE_LIMITED: {"requests_per_minute": 1},
-    ErrorCode.BUDGET_EXCEEDED: {"monthly_tokens": 1},
     ErrorCode.JOB_CAPACITY: {"jobs_unfinished": 0},
     ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: {"harvests_unfinished": 0},
     ErrorCode.HARVEST_QUOTA_EXCEEDED: {"harvests_per_month": 0},
@@ -189,28 +204,26 @@ _LIMITS: Final[dict[ErrorCode, dict[str, int]]] = {
 _NUMBERS: Final = re.compile(r"\d[\d,:.+T-]*")
 
 
+def _wording(message: str) -> str:
+    """Return the message without its numbers and plurals."""
+    return _NUMBERS.sub("0", message).replace("jobs", "job")
+
+
 @pytest.mark.parametrize("code", [code for code in ErrorCode if code not in ELSEWHERE])
 def test_each_example_of_an_error_is_what_the_api_answers(
     inference_stack: Stack, harvest_stack: Stack, code: ErrorCode
 ) -> None:
     example = error_example(code)
-    is_paused = code is ErrorCode.SPEND_CAP
-    if is_paused:
-        inference_stack.django(SET_PAUSE, paused=True)
-    try:
-        answer = _provoke(inference_stack, code)
-    finally:
-        if is_paused:
-            inference_stack.django(SET_PAUSE, paused=False)
+    answer = _provoke(inference_stack, code)
     assert answer.status_code == example.status, answer.text
     error, described = answer.json()["error"], example.body()["error"]
     assert isinstance(described, dict)
     assert {name: error[name] for name in ("type", "code", "param")} == {
         name: described[name] for name in ("type", "code", "param")
     }
-    if not is_paused:
+    # A pause by hand has no end, the example has one.
+    if code is not ErrorCode.SPEND_CAP:
         assert set(example.headers) <= set(answer.headers) or set(map(str.lower, example.headers)) <= set(
             answer.headers
         )
-        words = _NUMBERS.sub("0", error["message"].replace("tiny", "smollm2-135m"))
-        assert words == _NUMBERS.sub("0", described["message"])
+        assert _wording(error["message"].replace("tiny", "smollm2-135m")) == _wording(described["message"])
