@@ -228,7 +228,7 @@ def test_odd_searches_and_ids_break_nothing(operator: Client, user: User, key: A
         for term in ("%00", "é%'\"\\", "f" * 33, "x" * 3_000, str(uuid.UUID(int=0))):
             assert operator.get(f"/admin/{page}/", {"q": term}).status_code == 200
         assert operator.get(f"/admin/{page}/none/change/").status_code == 302
-        assert operator.get(f"/admin/{page}/?p=none&made=never").status_code == 200
+        assert operator.get(f"/admin/{page}/?p=none&made=never").status_code in (200, 302)
         for address in (f"/admin/{page}/?pk__exact=%00", f"/admin/{page}/%00/change/"):
             assert operator.get(address).status_code == 400
     body = {"action": "cancel", "_selected_action": ["none"], "confirmed": "yes"}
