@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import Awaitable
 
 import redis.asyncio
@@ -25,6 +26,7 @@ from acsinfra.core.storage import get_storage
 logger = structlog.get_logger(__name__)
 
 PART_SECONDS = 4.0
+_making_the_document = threading.Lock()
 
 
 @require_safe
@@ -65,9 +67,15 @@ async def _check_storage() -> None:
     await asyncio.to_thread(get_storage().check)
 
 
-@functools.cache
 def openapi_document() -> bytes:
     """The OpenAPI document as JSON; it changes with the code alone."""
+    # drf-spectacular 0.30 loads its extensions at first use, and two threads that do so at once break each other.
+    with _making_the_document:
+        return _make_document()
+
+
+@functools.cache
+def _make_document() -> bytes:
     generator = SchemaGenerator()  # type: ignore[no-untyped-call]
     return render_json(generator.get_schema(request=None, public=True))  # type: ignore[no-untyped-call]
 

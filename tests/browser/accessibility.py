@@ -1,5 +1,6 @@
 """axe-core over a page, light and dark, and the width of a phone."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from axe_playwright_python.sync_playwright import Axe
@@ -12,13 +13,16 @@ _AXE = Axe().axe_script
 _RUN = 'axe.run(document, {resultTypes: ["violations"]}).then(found => found.violations)'
 
 
-def assert_accessible(page: Page) -> None:
+def assert_accessible(page: Page, *, follows: Callable[[str], None] = lambda scheme: None) -> None:
     """Assert that axe finds nothing serious, light and dark, and that a phone shows the page without scrolling
     sideways.
+
+    `follows` waits until the page has followed a change of scheme, where a script of its own has to.
     """
     page.evaluate(_AXE)
     for scheme in SCHEMES:
         page.emulate_media(color_scheme=scheme)
+        follows(scheme)
         serious = [
             f"{violation['id']}: {node['html'][:200]} {node['failureSummary']}"
             for violation in page.evaluate(_RUN)

@@ -1,5 +1,7 @@
 """The reference and the guides in a browser: under the strict Content-Security-Policy, with nothing from elsewhere."""
 
+import re
+
 import pytest
 from playwright.sync_api import Page, expect
 
@@ -10,9 +12,25 @@ from tests.browser.accessibility import assert_accessible
 def test_the_reference_shows_each_route_with_its_fields_and_errors(page: Page) -> None:
     page.goto("/docs")
     operations = page.locator(".opblock-summary-path")
-    expect(operations.filter(has_text="/v1/harvest").first).to_be_visible()
+    expect(operations).to_have_count(count_operations(page))
     page.get_by_text("/v1/budget").first.click()
     expect(page.get_by_text("invalid_api_key").last).to_be_visible()
+
+    def follows(scheme: str) -> None:
+        is_dark = re.compile(r"\bdark-mode\b")
+        html = expect(page.locator("html"))
+        if scheme == "dark":
+            html.to_have_class(is_dark)
+        else:
+            html.not_to_have_class(is_dark)
+
+    assert_accessible(page, follows=follows)
+
+
+def count_operations(page: Page) -> int:
+    """How many the document has."""
+    paths = page.request.get("/openapi.json").json()["paths"]
+    return sum(method in {"get", "post", "put", "patch", "delete"} for path in paths.values() for method in path)
 
 
 def test_one_goes_from_the_guides_to_each_and_on_to_the_next(page: Page) -> None:
