@@ -16,7 +16,8 @@ SECONDS = 240
 
 def _environment(stack: Stack) -> dict[str, str]:
     user = stack.new_user()
-    return {**os.environ, "ACS_API_BASE": f"{stack.base_url}/v1", "ACS_API_KEY": user.key}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "ACS_API_BASE": f"{stack.base_url}/v1", "ACS_API_KEY": user.key}
 
 
 def _scripts(language: str) -> dict[str, str]:
