@@ -19,6 +19,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import django
+import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -60,6 +61,10 @@ os.environ.update(
 )
 (HOME / "files").mkdir()
 django.setup()
+
+# A test never asserts a time; on a busy machine any example may take long.
+hypothesis.settings.register_profile("acsinfra", deadline=None)
+hypothesis.settings.load_profile("acsinfra")
 
 _running_stack: list[Stack] = []
 _FOLDERS_WITH_THE_STACK = {
@@ -124,6 +129,15 @@ class _SharedEngines(LoadScopeScheduling):
         # What kills parts has a stack of its own.
         has_the_stack = folder in _FOLDERS_WITH_THE_STACK
         return "the stack" if has_the_stack and not file.endswith(("_faults.py", "test_style.py")) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Let each process of pytest-xdist read the settings once it has servers of its own.
+
+    pytest-django reads them before any conftest where it inherits this name: all processes then shared one broker.
+    """
+    os.environ.pop("DJANGO_SETTINGS_MODULE", None)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

@@ -165,7 +165,8 @@ def test_a_storage_that_is_away_makes_a_job_wait_longer_each_time(job: HarvestJo
         assert job.retry_at is not None
         waits.append((job.retry_at - timezone.now()).total_seconds())
         assert claim(model) is None
-        HarvestJob.objects.update(retry_at=timezone.now() - timedelta(seconds=1))
+        # PostgreSQL's now() is the start of the test's transaction.
+        HarvestJob.objects.update(retry_at=timezone.now() - timedelta(hours=1))
     assert [round(wait) for wait in waits] == [5, 10, 20]
     assert (job.setbacks, job.tries) == (3, 0)
     HarvestJob.objects.update(setbacks=services.SETBACKS_AT_MOST - 1)

@@ -6,6 +6,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import redis
@@ -109,6 +110,9 @@ def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_ord
         command = [sys.executable, "-c", WORKER, queue]
         worker = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert worker.stdout is not None
+        # Whatever goes wrong, the lines below end.
+        ends = threading.Timer(60, worker.kill)
+        ends.start()
         begun = {worker.stdout.readline(), worker.stdout.readline()}
         assert begun == {"begun 0\n", "begun 1\n"}
         # Two run; two more are reserved.
@@ -117,6 +121,7 @@ def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_ord
             time.sleep(0.01)
         worker.send_signal(signal.SIGTERM)
         output, errors = worker.communicate(timeout=30)
+        ends.cancel()
         assert worker.returncode == 0, errors
         tasks = [line for line in output.splitlines() if line.startswith(("begun", "ended"))]
         assert sorted(tasks) == ["ended 0", "ended 1"]

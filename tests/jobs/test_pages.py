@@ -128,7 +128,7 @@ def test_the_list_is_polled_only_while_something_may_change(signed_in: Client, u
 
 
 @pytest.mark.parametrize(
-    "query", ["kind=x&status=x&model=%00&key=x", "key=" + "9" * 40, "key=-1", "model=" + "x" * 3000, "key=٣"]
+    "query", ["kind=x&status=x&model=x&key=x", "key=" + "9" * 40, "key=-1", "model=" + "x" * 3000, "key=٣"]
 )
 def test_a_filter_that_means_nothing_is_left_out(signed_in: Client, query: str) -> None:
     assert signed_in.get(f"/app/jobs?{query}").status_code == 200
