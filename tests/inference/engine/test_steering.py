@@ -143,8 +143,9 @@ def test_norm_match_is_blind_to_the_length_of_the_vector(roomy: EngineThread, si
 
 
 def test_scale_zero_gives_the_unsteered_answer(roomy: EngineThread) -> None:
-    # The kernels' last bits change with what else the cores do.
-    prompt = make_prompt(70, seed=33)
+    # A prompt that no other test begins with: a steered request reads no cached prefix, and a prefix that was computed
+    # in another batch has other last bits.
+    prompt = make_prompt(70, seed=8_086)
     plain = make_request(prompt, max_tokens=GENERATED, logprobs=3)
     zero = make_request(
         prompt, max_tokens=GENERATED, logprobs=3, steering=[make_vector(make_values(1, HIDDEN), (1,), scale=0.0)]
