@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from inference.engine.errors import RequestFault
-from inference.wire import EngineDelta, EngineRequest, SteeringVector
+from inference.wire import EngineDelta, EngineRequest, PositionLogprobs, SteeringVector
 from tests.inference.engine.conftest import EngineThread
 from tests.inference.engine.reference import ReferenceModel
 from tests.inference.engine.requests import (
@@ -142,21 +142,19 @@ def test_norm_match_is_blind_to_the_length_of_the_vector(roomy: EngineThread, si
     np.testing.assert_allclose(added, np.linalg.norm(plain, axis=-1), rtol=1e-4)
 
 
-def test_scale_zero_gives_the_unsteered_answer(roomy: EngineThread) -> None:
-    # A prompt that no other test begins with: a steered request reads no cached prefix, and a prefix that was computed
-    # in another batch has other last bits.
-    prompt = make_prompt(70, seed=8_086)
+def test_scale_zero_gives_exactly_the_unsteered_answer(roomy: EngineThread) -> None:
+    # A prompt of its own: a steered request reads no cached prefix, and with one the last bits may be others.
+    prompt = make_prompt(70, seed=33)
     plain = make_request(prompt, max_tokens=GENERATED, logprobs=3)
     zero = make_request(
         prompt, max_tokens=GENERATED, logprobs=3, steering=[make_vector(make_values(1, HIDDEN), (1,), scale=0.0)]
     )
-    plain_deltas, zero_deltas = roomy.answer(plain)[0], roomy.answer(zero)[0]
-    assert [delta.token_ids for delta in plain_deltas] == [delta.token_ids for delta in zero_deltas]
-    np.testing.assert_allclose(all_logprobs(zero_deltas), all_logprobs(plain_deltas), rtol=0, atol=1e-5)
+    assert all_logprobs(roomy.answer(plain)[0]) == all_logprobs(roomy.answer(zero)[0])
 
 
-def all_logprobs(deltas: list[EngineDelta]) -> list[float]:
-    return [candidate.logprob for delta in deltas for position in delta.logprobs or () for candidate in position or ()]
+def all_logprobs(deltas: list[EngineDelta]) -> list[PositionLogprobs]:
+    """Those of each token, however many of them came with one delta: a busy reader finds some together."""
+    return [position for delta in deltas for position in delta.logprobs or ()]
 
 
 def test_the_same_request_object_is_steered_again(roomy: EngineThread) -> None:
