@@ -26,6 +26,7 @@ from tests.inference.test_completions_way import LONG, SHORT, STOPPED, busy_shar
 from tests.stack import Stack, StackUser
 
 SILENT_AFTER_SECONDS = 3.0
+IS_HELD = "from budgets.models import Hold; result = Hold.objects.filter(state='live').exists()"
 # The engine runs 64 sequences at once: four of these.
 PART = LONG | {"prompt": ["The capital"] * 15}
 PART_HOLD = 15 * 3 + 15 * 480
@@ -277,6 +278,7 @@ async def test_an_api_process_that_is_stopped_finishes_and_charges_what_it_has(
     with second_api(fragile, tmp_path / "api.log") as url:
         async with fragile.async_client(user, base_url=url) as client:
             asking = asyncio.create_task(client.post("completions", json=SOME, **keyed))
+            await asyncio.to_thread(fragile.wait_for, lambda: fragile.django(IS_HELD), part="api")
             await until_working(engine)
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):

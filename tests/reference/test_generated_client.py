@@ -42,7 +42,7 @@ def test_a_client_generated_from_the_document_works(
     found = import_module("acs_generated.api.jobs.get_completion_job").sync(job.id, client=client)
     assert found.id == job.id
     listed = import_module("acs_generated.api.models.list_models").sync(client=client)
-    assert [model.id for model in listed.data] == ["tiny"]
+    assert "tiny" in [model.id for model in listed.data]
     refused = import_module("acs_generated.api.models.get_model").sync("nothing", client=client)
     assert isinstance(refused, models.Error)
     assert refused.error.code == "model_not_found"
