@@ -20,7 +20,7 @@ class CompletionJob(LeasedWork):
 
     WAITING: ClassVar[str] = "queued"
     AGE: ClassVar[str] = "created_at, id"
-    FRONT: ClassVar[int] = 4_000
+    FRONT: ClassVar[int] = 500
 
     class Status(models.TextChoices):
         QUEUED = "queued"
