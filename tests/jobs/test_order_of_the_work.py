@@ -63,7 +63,7 @@ def test_users_take_turns_up_to_their_limit(names: str, at_once: int, front: int
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize("n_users, running_each", [(1, 0), (20, 0), (20, 3)])
+@pytest.mark.parametrize(("n_users", "running_each"), [(1, 0), (20, 0), (20, 3)])
 def test_a_claim_reads_few_rows_however_many_jobs_wait_or_have_ended(n_users: int, running_each: int) -> None:
     model = make_model()
     letters = string.ascii_lowercase[:n_users]
