@@ -88,5 +88,11 @@ def _may_install() -> bool:
 def _run(*command: str, seconds: float, environment: dict[str, str] | None = None) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     if result.returncode != 0:
-        *_, last = ["it failed", *(result.stderr or result.stdout).strip().splitlines()]
-        raise OSError(f"{' '.join(command[:5])}: {last}")
+        raise OSError(f"{' '.join(command[:5])}: {_told(result.stderr or result.stdout)}")
+
+
+def _told(output: str) -> str:
+    """The line that says what went wrong: Playwright prints a stack after it, apt's begins with E."""
+    lines = output.strip().splitlines() or ["it failed"]
+    errors = [line for line in lines if line.startswith(("Error: ", "E: "))]
+    return (errors or lines)[-1]
