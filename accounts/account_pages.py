@@ -11,7 +11,7 @@ from django.core.exceptions import ValidationError
 from django.forms import Form
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
-from django.urls import reverse_lazy
+from django.urls import reverse, reverse_lazy
 from django.utils.decorators import method_decorator
 from django.views.decorators.cache import never_cache
 from django.views.decorators.debug import sensitive_post_parameters
@@ -60,7 +60,8 @@ def sign_up_page(request: HttpRequest) -> HttpResponse:
             form.add_error(None, "Too many tries from your address. Wait an hour.")
         else:
             try:
-                invitations.ask_for_account(**form.cleaned_data)
+                url = f"{base_url(request)}{reverse('admin:accounts_user_changelist')}?awaits_approval__exact=1"
+                invitations.ask_for_account(**form.cleaned_data, operators_url=url)
             except ValidationError as error:
                 _add_errors(form, error)
             else:

@@ -5,6 +5,7 @@ import secrets
 from datetime import timedelta
 
 import structlog
+from django.conf import settings
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.core.mail import send_mail
@@ -55,13 +56,26 @@ def accept_invitation(*, token: str, username: str, email: str, password: str) -
     return user
 
 
-@transaction.atomic
-def ask_for_account(*, username: str, email: str, password: str) -> User:
-    """Make an account that an operator has to approve before it can be used. Raises ValidationError."""
-    user = _make_user(username, email, password)
-    user.is_active, user.awaits_approval = False, True
-    user.save(update_fields=["is_active", "awaits_approval"])
+def ask_for_account(*, username: str, email: str, password: str, operators_url: str = "") -> User:
+    """Make an account that an operator has to approve before it can be used, and tell the operators by mail.
+
+    `operators_url` is where they approve it: the admin's page of those who wait. Raises ValidationError.
+    """
+    with transaction.atomic():
+        user = _make_user(username, email, password)
+        user.is_active, user.awaits_approval = False, True
+        user.save(update_fields=["is_active", "awaits_approval"])
+    # After the commit: a slow mail server keeps no transaction open, and one that is away undoes nothing.
+    text = render_to_string("accounts/mail/asked.txt", {"user": user, "operators_url": operators_url})
+    _send("Somebody asks for an account", text, to=operator_addresses(), about=user)
     return user
+
+
+def operator_addresses() -> list[str]:
+    """Who hears of those that wait for approval: the setting OPERATOR_EMAILS, else every active superuser."""
+    if settings.OPERATOR_EMAILS:
+        return list(settings.OPERATOR_EMAILS)
+    return list(User.objects.filter(is_superuser=True, is_active=True).order_by("pk").values_list("email", flat=True))
 
 
 def approve_user(*, user: User, sign_in_url: str) -> bool:
@@ -71,11 +85,15 @@ def approve_user(*, user: User, sign_in_url: str) -> bool:
         return False
     user.refresh_from_db()
     text = render_to_string("accounts/mail/approved.txt", {"user": user, "sign_in_url": sign_in_url})
-    try:
-        send_mail("Your account is ready", text, None, [user.email])
-    except OSError as error:  # SMTP's are OSErrors too
-        logger.warning("the mail of an approval was not sent", user_id=user.pk, error_type=type(error).__name__)
+    _send("Your account is ready", text, to=[user.email], about=user)
     return True
+
+
+def _send(subject: str, text: str, *, to: list[str], about: User) -> None:
+    try:
+        send_mail(subject, text, None, to)
+    except OSError as error:  # SMTP's are OSErrors too
+        logger.warning("a mail was not sent", subject=subject, user_id=about.pk, error_type=type(error).__name__)
 
 
 def _make_user(username: str, email: str, password: str) -> User:

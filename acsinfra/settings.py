@@ -143,6 +143,8 @@ AXES_VERBOSE = False
 SIGN_UP = env.str("SIGN_UP", default="invite")
 if SIGN_UP not in ("closed", "invite", "approval"):
     raise ImproperlyConfigured("SIGN_UP is one of closed, invite, approval.")
+# Who hears by mail of those that wait for approval; none named: every active superuser.
+OPERATOR_EMAILS = env.list("OPERATOR_EMAILS", default=[])
 PASSWORD_RESET_TIMEOUT = 24 * 3600
 MAILERS = {"default": mailer_from_url(env.str("EMAIL_URL", default=(HOME / "mail").as_uri()))}
 DEFAULT_FROM_EMAIL = SERVER_EMAIL = env.str("EMAIL_FROM", default="acs-infra@localhost")

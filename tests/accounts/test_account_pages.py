@@ -120,6 +120,33 @@ def test_sign_up_waits_for_an_operator(client: Client, settings: Any) -> None:
     assert sign_in(client, "grace").status_code == 302
 
 
+def test_operators_hear_by_mail_of_who_waits(client: Client, settings: Any) -> None:
+    settings.SIGN_UP, settings.PUBLIC_URL = "approval", "https://here.example"
+    operator = make_user(is_staff=True, is_superuser=True)
+    make_user(is_staff=True, is_superuser=True, is_active=False)
+    make_user()
+    client.post("/app/sign-up", ACCOUNT)
+    settings.OPERATOR_EMAILS = ["lab@example.org", "desk@example.org"]
+    client.post("/app/sign-up", {**ACCOUNT, "username": "eve", "email": "eve@example.org"})
+    # One that is refused is nobody's business.
+    client.post("/app/sign-up", {**ACCOUNT, "username": "eve"})
+    first, second = mail.outbox
+    assert (first.to, second.to) == ([operator.email], ["lab@example.org", "desk@example.org"])
+    assert "eve (eve@example.org)" in second.body
+    assert PASSWORD not in second.body
+    url = re.search(r"https://here\.example(/admin/\S+)", first.body)
+    assert url is not None
+    client.force_login(operator)
+    assert {user.username for user in client.get(url[1]).context["cl"].result_list} == {"grace", "eve"}
+
+
+def test_a_sign_up_stands_where_its_mail_cannot_go(client: Client, settings: Any) -> None:
+    settings.SIGN_UP, settings.OPERATOR_EMAILS = "approval", ["lab@example.org"]
+    settings.MAILERS = {"default": mailer_from_url("smtp://127.0.0.1:1")}
+    assert "Thank you" in client.post("/app/sign-up", ACCOUNT).content.decode()
+    assert User.objects.get().awaits_approval
+
+
 def test_a_closed_house_has_no_way_in(client: Client, settings: Any) -> None:
     _, token = create_invitation(made_by=None)
     settings.SIGN_UP = "closed"
