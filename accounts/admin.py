@@ -16,6 +16,7 @@ from django.utils.html import format_html
 
 from accounts import invitation_admin as invitation_admin  # registers itself
 from accounts import services
+from accounts.audit import COMMAND_LINE
 from accounts.invitations import approve_user
 from accounts.models import ApiKey, User
 from accounts.sign_ins import end_sign_ins
@@ -62,6 +63,8 @@ class UserAdmin(PlatformAdmin[User], DjangoUserAdmin[User]):
     @admin.display(description="state", ordering="is_active")
     def state(self, user: User) -> str:
         """Whether requests and sign-ins are taken."""
+        if user.username == COMMAND_LINE:
+            return "the actor of commands"
         if user.awaits_approval:
             return "awaits approval"
         return "active" if user.is_active else "suspended"
@@ -187,7 +190,7 @@ admin.site.register(ApiKey, ApiKeyAdmin)
 
 @admin.register(LogEntry)
 class AuditLogAdmin(ReadOnly, PlatformAdmin[LogEntry]):
-    """Who changed what in the admin, and when. It cannot be changed, nor an operator deleted who stands in it."""
+    """Who changed what in the admin or by a command, and when. No operator who stands in it can be deleted."""
 
     list_display = ("action_time", "user", "did", "content_type", "row", "said")
     list_display_links = None

@@ -31,7 +31,7 @@ def test_createuser_reads_a_password_and_refuses_a_weak_one(monkeypatch: pytest.
         run("createuser", "bob", "bob@example.org", "--password-stdin")
     with pytest.raises(CommandError, match="already exists"):
         run("createuser", "ada", "ada2@example.org", "--no-password")
-    assert User.objects.count() == 1
+    assert User.objects.filter(email__startswith="ada").count() == 1
 
 
 def test_createkey_prints_a_key_that_works() -> None:

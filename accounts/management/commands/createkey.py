@@ -5,8 +5,10 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import transaction
 
 from accounts import services
+from accounts.audit import note_command
 from accounts.management.commands._arguments import find_user, moment
 
 
@@ -26,12 +28,14 @@ class Command(BaseCommand):
         if options["cap"] is not None and options["cap"] < 0:
             raise CommandError("--cap must not be negative.")
         try:
-            key, text = services.create_key(
-                user=find_user(options["user"]),
-                name=options["name"],
-                token_cap=options["cap"],
-                expires_at=options["expires"],
-            )
+            with transaction.atomic():
+                key, text = services.create_key(
+                    user=find_user(options["user"]),
+                    name=options["name"],
+                    token_cap=options["cap"],
+                    expires_at=options["expires"],
+                )
+                note_command("Added.", on=key, added=True)
         except ValidationError as error:
             raise CommandError(" ".join(error.messages)) from None
         if options["json"]:

@@ -7,8 +7,10 @@ from typing import Any
 from django.contrib.auth.password_validation import validate_password
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import transaction
 
 from accounts import services
+from accounts.audit import note_command
 
 
 class Command(BaseCommand):
@@ -31,7 +33,9 @@ class Command(BaseCommand):
         try:
             if password is not None:
                 validate_password(password)
-            user = services.create_user(username=options["name"], email=options["email"], password=password)
+            with transaction.atomic():
+                user = services.create_user(username=options["name"], email=options["email"], password=password)
+                note_command("Added.", on=user, added=True)
         except ValidationError as error:
             raise CommandError(" ".join(error.messages)) from None
         self.stdout.write(f"User {user.username} made.")

@@ -5,7 +5,9 @@ from typing import Any
 from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import transaction
 
+from accounts.audit import note_command
 from accounts.invitations import DAYS, create_invitation, invitation_path
 
 
@@ -24,7 +26,9 @@ class Command(BaseCommand):
         if not 0 < options["days"] <= 365:
             raise CommandError("--days must be more than 0 and at most 365.")
         try:
-            _, token = create_invitation(made_by=None, email=options["email"], days=options["days"])
+            with transaction.atomic():
+                invitation, token = create_invitation(made_by=None, email=options["email"], days=options["days"])
+                note_command("Added.", on=invitation, added=True)
         except ValidationError as error:
             raise CommandError(" ".join(error.messages)) from None
         self.stdout.write(f"{settings.PUBLIC_URL}{invitation_path(token)}")

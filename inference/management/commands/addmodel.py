@@ -7,6 +7,7 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from accounts.audit import note_command
 from inference.checkpoints import CheckpointError
 from inference.engine_args import parse_engine_arg
 from inference.models import BaseModel
@@ -56,10 +57,16 @@ class Command(BaseCommand):
             if model is None:
                 raise CommandError(f"There is no model {name}.")
             changes = fields | ({"source": source} if source else {})
-            return update_model(model=model, refresh=True, on_progress=self._progress, **changes)
+            before = {field: getattr(model, field) for field in changes}
+            model = update_model(model=model, refresh=True, on_progress=self._progress, **changes)
+            changed = [f"{field}: {before[field]} → {getattr(model, field)}" for field in changes]
+            note_command(f"{'; '.join(['Files read again', *changed])}.", on=model)
+            return model
         if not source:
             raise CommandError("--source is required.")
-        return add_model(name=name, source=source, on_progress=self._progress, **fields)
+        model = add_model(name=name, source=source, on_progress=self._progress, **fields)
+        note_command("Added.", on=model, added=True)
+        return model
 
     def _progress(self, text: str) -> None:
         self.stderr.write(text)

@@ -3,7 +3,9 @@
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import transaction
 
+from accounts.audit import note_command
 from inference.models import BaseModel
 from inference.services import set_enabled
 
@@ -20,5 +22,7 @@ class Command(BaseCommand):
         model = BaseModel.objects.filter(name=options["name"]).first()
         if model is None:
             raise CommandError(f"There is no model {options['name']}.")
-        set_enabled(model=model, enabled=True)
+        with transaction.atomic():
+            set_enabled(model=model, enabled=True)
+            note_command("Switched on.", on=model)
         self.stdout.write(f"{model.name} is on.")
