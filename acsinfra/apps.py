@@ -1,6 +1,7 @@
 """The project's own app: what the other apps share, and the commands that run it."""
 
 from django.apps import AppConfig
+from django.contrib.admin import apps as admin_apps
 
 
 class AcsInfraConfig(AppConfig):
@@ -15,3 +16,10 @@ class AcsInfraConfig(AppConfig):
         from acsinfra.core.traffic import counting
 
         while_serving(counting)
+
+
+class OperatorAdminConfig(admin_apps.AdminConfig):
+    """Django's admin, on our site."""
+
+    default = False
+    default_site = "acsinfra.core.admin_site.OperatorSite"

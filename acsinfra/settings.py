@@ -56,7 +56,7 @@ MODELS_CACHE = Path(env.str("MODELS_CACHE", default=str(HOME / "models")))
 ENGINE_CACHE = Path(env.str("ENGINE_CACHE", default=str(HOME / "engine-cache")))
 
 INSTALLED_APPS = [
-    "django.contrib.admin",
+    "acsinfra.apps.OperatorAdminConfig",
     "django.contrib.auth",
     "django.contrib.contenttypes",
     "django.contrib.sessions",
@@ -155,6 +155,8 @@ LOGOUT_REDIRECT_URL = "/app/sign-in"
 USE_TZ = True
 TIME_ZONE = "UTC"
 USE_I18N = False
+# For the admin; the App's pages say theirs.
+DATE_FORMAT, DATETIME_FORMAT = "Y-m-d", "Y-m-d H:i:s"
 STATIC_URL = "/static/"
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_AUTOREFRESH = False

@@ -7,6 +7,7 @@ from django.contrib import admin
 from django.db.models import Model, Q, QuerySet
 
 from acsinfra.core.admin import MadeFilter, PlatformAdmin, ReadOnly, SearchedByIdAndUser
+from acsinfra.core.admin_columns import id_column, number_column
 from budgets import people_admin, spend_admin  # noqa: F401 (each registers its own)
 from budgets.models import Budget, Hold, KeyUse, LedgerEntry, WorkKind
 
@@ -23,7 +24,7 @@ class KeyUseInline(ReadOnly, admin.TabularInline[KeyUse, Budget]):
 class BudgetAdmin(ReadOnly, PlatformAdmin[Budget]):
     """The Budgets of each month."""
 
-    list_display = ("user", "month", "token_limit", "used", "held")
+    list_display = ("user", "month", *map(number_column, ("token_limit", "used", "held")))
     list_select_related = ("user",)
     list_filter = ("month",)
     search_fields = ("user__username", "user__email")
@@ -51,7 +52,17 @@ class _SearchedByWork[M: Model](SearchedByIdAndUser[M]):
 class HoldAdmin(ReadOnly, _SearchedByWork[Hold]):
     """The Holds, live and ended."""
 
-    list_display = ("taken_at", "user", "key", "work_kind", "work_id", "tokens", "state", "charged", "ended_at")
+    list_display = (
+        "taken_at",
+        "user",
+        "key",
+        "work_kind",
+        id_column("work_id", "work"),
+        number_column("tokens"),
+        "state",
+        number_column("charged"),
+        "ended_at",
+    )
     list_select_related = ("budget__user", "key_use")
     list_filter = (MadeFilter, "state")
     ordering = ("-id",)
@@ -71,7 +82,7 @@ class HoldAdmin(ReadOnly, _SearchedByWork[Hold]):
 class LedgerEntryAdmin(ReadOnly, _SearchedByWork[LedgerEntry]):
     """The charges."""
 
-    list_display = ("charged_at", "user", "key", "work_kind", "work_id", "tokens")
+    list_display = ("charged_at", "user", "key", "work_kind", id_column("work_id", "work"), number_column("tokens"))
     list_select_related = ("budget__user", "hold__key_use")
     list_filter = (MadeFilter,)
     ordering = ("-hold_id",)

@@ -5,6 +5,7 @@ from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
 
 from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
+from acsinfra.core.admin_columns import id_column, number_column
 from harvest.models import HarvestJob
 from harvest.services import cancel_harvest, delete_files
 from harvest.services import run_again as run_harvest_again
@@ -14,7 +15,17 @@ from harvest.services import run_again as run_harvest_again
 class HarvestJobAdmin(SearchedByIdAndUser[HarvestJob]):
     """Rows that the API and the runners write; an operator only ends them and frees their storage."""
 
-    list_display = ("id", "user", "model", "status", "n_prompts", "tokens", "size", "created_at", "kept")
+    list_display = (
+        id_column(),
+        "user",
+        "model",
+        "status",
+        number_column("n_prompts", "prompts"),
+        number_column("tokens"),
+        "size",
+        "created_at",
+        "kept",
+    )
     list_filter = (MadeFilter, "status", "base_model")
     list_select_related = ("user",)
     ordering = ("-id",)

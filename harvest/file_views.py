@@ -72,7 +72,9 @@ def files_of(job: HarvestJob, *, base_url: str, first_shard: int = 0) -> Harvest
     shards = job.shards.filter(index__gte=first_shard)[:SHARDS_A_PAGE]
     links = [link(shard.key, shard.bytes) for shard in shards]
     if first_shard == 0:
-        links = [link(job.result["manifest_key"], None), link(job.result["stats_key"], None), *links]
+        # Jobs of former versions have not noted these sizes.
+        of_all = [(job.result[f"{name}_key"], job.result.get(f"{name}_bytes")) for name in ("manifest", "stats")]
+        links = [*(link(key, size) for key, size in of_all), *links]
     after = first_shard + SHARDS_A_PAGE
     return HarvestFiles(tuple(links), n_shards, first_shard, after if after < n_shards else None, expire_at)
 

@@ -17,7 +17,8 @@ class HarvestJob(LeasedWork):
 
     `layers` ascend. `reserved_tokens` are held from submit to end; `tokens` is what was charged, set with the end.
     `bytes_at_most` is what its files may come to; `bytes_written` what is in storage. `result` (of a done job) has
-    `manifest_key`, `stats_key`, `tokens`, `bytes_written` and `timings`. The columns of a lease: `LeasedWork`.
+    `manifest_key` and `stats_key` with their `_bytes`, `bytes_written` and `timings`. The columns of a lease:
+    `LeasedWork`.
     Its `hold` ends with it. A job that was submitted while no runner was registered has `runner_due_at`, until when
     one must come: None where the job was taken in.
     """

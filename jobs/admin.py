@@ -4,6 +4,7 @@ from django.contrib import admin
 from django.http import HttpRequest
 
 from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
+from acsinfra.core.admin_columns import id_column, number_column
 from jobs.models import CompletionJob
 from jobs.services import cancel_job, erase_result
 from jobs.services import run_again as run_job_again
@@ -13,7 +14,16 @@ from jobs.services import run_again as run_job_again
 class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
     """Rows that the API and the workers write; an operator ends them, runs them again, and erases what they hold."""
 
-    list_display = ("id", "user", "model", "status", "hold_tokens", "charged_tokens", "created_at", "finished_at")
+    list_display = (
+        id_column(),
+        "user",
+        "model",
+        "status",
+        number_column("hold_tokens", "held"),
+        number_column("charged_tokens", "charged"),
+        "created_at",
+        "finished_at",
+    )
     list_filter = (MadeFilter, "status")
     list_select_related = ("user",)
     ordering = ("-id",)

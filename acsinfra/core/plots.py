@@ -113,11 +113,11 @@ def format_short(value: float) -> str:
 
 
 def _top(highest: float) -> float:
-    """The end of the axis: 1, 2, 2.5 or 5 times a power of ten, in quarters."""
+    """The end of the axis: 1, 2, 4, 6 or 8 times a power of ten, whose quarters are short numbers."""
     if not highest > 0 or not math.isfinite(highest):
         return 1.0
     power = 10.0 ** math.floor(math.log10(highest))
-    return next(power * step for step in (1, 2, 2.5, 5, 10) if power * step >= highest * 0.999999)
+    return next(power * step for step in (1, 2, 4, 6, 8, 10) if power * step >= highest * 0.999999)
 
 
 def _y_ticks(top: float) -> tuple[Tick, ...]:

@@ -1,6 +1,6 @@
 """The errors in the OpenAPI document: which code comes with which status, and an example of each.
 
-The examples are real: `tests/test_reference_errors.py` provokes them and compares.
+The examples are real: `tests/reference/test_examples.py` provokes them and compares.
 """
 
 from collections import defaultdict

@@ -1,6 +1,8 @@
 """How the pages show numbers: durations, bytes, tokens of text."""
 
 from django import template
+from django.utils.html import format_html_join
+from django.utils.safestring import SafeString
 
 register = template.Library()
 
@@ -39,3 +41,10 @@ def size(n_bytes: int | None) -> str:
 def visible(token: str) -> str:
     """A token whose line breaks and tabs can be seen: a lone newline would look like nothing."""
     return token.replace("\n", "↵\n").replace("\t", "⇥\t")
+
+
+@register.filter
+def breakable(name: str) -> SafeString:
+    """A name such as `output_residual_stream`, which may break after each of its words where there is little room."""
+    *words, last = name.split("_")
+    return format_html_join("", "{}<wbr>", [(f"{word}_",) for word in words]) + format_html_join("", "{}", [(last,)])

@@ -276,7 +276,9 @@ class HarvestRun:
         written = sum(stored.bytes for stored in self._stored.values()) + stats.bytes + manifest.bytes
         result = {
             "manifest_key": manifest.key,
+            "manifest_bytes": manifest.bytes,
             "stats_key": stats.key,
+            "stats_bytes": stats.bytes,
             "bytes_written": written,
             "timings": self._watch.timings(),
         }

@@ -194,7 +194,7 @@ def test_a_password_is_reset_by_mail_and_every_session_ends(client: Client) -> N
     assert client.post(form.request["PATH_INFO"], new).headers["location"] == "/app/sign-in"
     assert elsewhere.get("/app").status_code == 302
     assert sign_in(client, user.username).status_code == 302
-    assert "This link is over" in Client().get(path[1], follow=True).content.decode()
+    assert "This link no longer works" in Client().get(path[1], follow=True).content.decode()
 
 
 def test_asking_for_a_reset_does_not_say_who_has_an_account(client: Client) -> None:

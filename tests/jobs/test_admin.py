@@ -209,7 +209,7 @@ def test_who_asked_for_an_account_is_approved_and_told(operator: Client) -> None
     operator.post("/admin/accounts/user/", {"action": "approve", "_selected_action": [user.pk]})
     user.refresh_from_db()
     assert (user.is_active, user.awaits_approval) == (True, False)
-    assert [mail.to for mail in django.core.mail.outbox] == [["grace@example.org"]]
+    assert [mail.to for mail in django.core.mail.outbox] == [["operator@example.org"], ["grace@example.org"]]
     assert [entry.change_message for entry in LogEntry.objects.all()] == ["Approved."]
 
 

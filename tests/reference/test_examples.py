@@ -1,14 +1,15 @@
 """The examples of the reference, sent to the real API: statuses, shapes, headers and errors are as it says."""
 
+import ast
 import base64
 import copy
 import json
 import math
 import re
-import time
 import uuid
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
@@ -18,33 +19,10 @@ import pytest
 from acsinfra.core.errors import ErrorCode
 from acsinfra.core.schema_errors import error_example
 from acsinfra.core.views import openapi_document
-from tests.inference.money import set_limits
-from tests.stack import Stack, StackUser
+from tests.reference.provocations import ELSEWHERE, SPARE, provoke
+from tests.stack import Stack
 
 HIDDEN: Final = 64
-# Codes that need a part to be away or broken: the tests of those parts see them.
-ELSEWHERE: Final = {
-    ErrorCode.IDEMPOTENCY_IN_PROGRESS,
-    ErrorCode.JOB_RESULT_EXPIRED,
-    ErrorCode.QUEUE_FULL,
-    ErrorCode.INTERNAL_ERROR,
-    ErrorCode.JOB_FAILED,
-    ErrorCode.ENGINE_ERROR,
-    ErrorCode.MODEL_UNAVAILABLE,
-    ErrorCode.MODEL_STARTING,
-    ErrorCode.HARVEST_UNAVAILABLE,
-    ErrorCode.SERVICE_UNAVAILABLE,
-    ErrorCode.ENGINE_TIMEOUT,
-    ErrorCode.HARVEST_UNSUPPORTED,
-    # The tiny model's context is shorter than either bound.
-    ErrorCode.ACTIVATION_PROMPT_TOO_LONG,
-    ErrorCode.FULL_VOCAB_PROMPT_TOO_LONG,
-}
-SET_PAUSE: Final = """
-from budgets.models import SpendLimit
-SpendLimit.objects.update_or_create(pk=1, defaults={"is_paused": paused})
-result = True
-"""
 
 
 @cache
@@ -130,77 +108,7 @@ def test_each_route_that_only_reads_answers_as_described(api: Stack) -> None:
         validate(answer.json(), content["schema"])
 
 
-def _provoke(stack: Stack, code: ErrorCode) -> httpx.Response:
-    """Make the API answer with `code`."""
-    small = {"model": "tiny", "prompt": "One", "max_tokens": 1}
-    harvest = {"model": "tiny", "prompts": ["One"]}
-    user: StackUser = stack.new_user(**_LIMITS.get(code, {}))
-    with stack.client(user) as client:
-        key = {"Idempotency-Key": "one"}
-        match code:
-            case ErrorCode.INVALID_REQUEST:
-                return client.post("completions", json=small | {"max_tokens": 40_000})
-            case ErrorCode.BAD_JSON:
-                return client.post("completions", content=b'{"prompt": }', headers={"Content-Type": "application/json"})
-            case ErrorCode.MODEL_NOT_FOUND:
-                return client.post("completions", json=small | {"model": "nothing"})
-            case ErrorCode.CORPUS_TOO_LARGE:
-                return client.post("harvest", json=harvest | {"prompts": ["x" * 8_000_001]})
-            case ErrorCode.CONTEXT_LENGTH_EXCEEDED:
-                return client.post("completions", json=small | {"max_tokens": 9_000})
-            case ErrorCode.CHAT_COMPLETIONS_UNSUPPORTED:
-                return client.post("chat/completions", json={"messages": []})
-            case ErrorCode.INVALID_API_KEY:
-                return httpx.get(f"{stack.base_url}/v1/models")
-            case ErrorCode.NOT_FOUND:
-                return client.get("nothing")
-            case ErrorCode.METHOD_NOT_ALLOWED:
-                return client.delete("budget")
-            case ErrorCode.REQUEST_TOO_LARGE:
-                return client.post("completions", json=small | {"user": "x" * 10 * 2**20})
-            case ErrorCode.UNSUPPORTED_MEDIA_TYPE:
-                return client.post("completions", content=b"{}", headers={"Content-Type": "text/plain"})
-            case ErrorCode.IDEMPOTENCY_CONFLICT:
-                client.post("completion-jobs", json=small, headers=key)
-                return client.post("completion-jobs", json=small | {"prompt": "Two"}, headers=key)
-            case ErrorCode.JOB_CANCELLED:
-                made = client.post("completion-jobs", json=small | {"max_tokens": 400, "ignore_eos": True}, headers=key)
-                client.post(f"completion-jobs/{made.json()['id']}/cancel")
-                return client.get(f"completion-jobs/{made.json()['id']}/result")
-            case ErrorCode.RATE_LIMITED:
-                client.get("models")
-                return client.get("models")
-            case ErrorCode.BUDGET_EXCEEDED:
-                set_limits(stack, user, tokens=1)
-                return client.post("completions", json=small)
-            case ErrorCode.JOB_CAPACITY:
-                return client.post("completion-jobs", json=small, headers=key)
-            case ErrorCode.SPEND_CAP:
-                return _while_paused(stack, client, small)
-            case ErrorCode.HARVEST_CONCURRENCY_EXCEEDED | ErrorCode.HARVEST_QUOTA_EXCEEDED:
-                return client.post("harvest", json=harvest)
-    raise AssertionError(code)
-
-
-def _while_paused(stack: Stack, client: httpx.Client, body: dict[str, Any]) -> httpx.Response:
-    """Return the answer to `body` while an operator has paused new GPU work; the API hears of both within a second."""
-    stack.django(SET_PAUSE, paused=True)
-    try:
-        while (answer := client.post("completions", json=body)).status_code == 200:
-            pass
-    finally:
-        stack.django(SET_PAUSE, paused=False)
-    while client.post("completions", json=body).status_code == 429:
-        time.sleep(0.1)
-    return answer
-
-
-_LIMITS: Final[dict[ErrorCode, dict[str, int]]] = {
-    ErrorCode.RATE_LIMITED: {"requests_per_minute": 1},
-    ErrorCode.JOB_CAPACITY: {"jobs_unfinished": 0},
-    ErrorCode.HARVEST_CONCURRENCY_EXCEEDED: {"harvests_unfinished": 0},
-    ErrorCode.HARVEST_QUOTA_EXCEEDED: {"harvests_per_month": 0},
-}
+_MODELS: Final = re.compile(rf"\b({SPARE}|tiny)\b")
 _NUMBERS: Final = re.compile(r"\d[\d,:.+T-]*")
 
 
@@ -214,7 +122,7 @@ def test_each_example_of_an_error_is_what_the_api_answers(
     inference_stack: Stack, harvest_stack: Stack, code: ErrorCode
 ) -> None:
     example = error_example(code)
-    answer = _provoke(inference_stack, code)
+    answer = provoke(inference_stack, code)
     assert answer.status_code == example.status, answer.text
     error, described = answer.json()["error"], example.body()["error"]
     assert isinstance(described, dict)
@@ -226,4 +134,17 @@ def test_each_example_of_an_error_is_what_the_api_answers(
         assert set(example.headers) <= set(answer.headers) or set(map(str.lower, example.headers)) <= set(
             answer.headers
         )
-        assert _wording(error["message"].replace("tiny", "smollm2-135m")) == _wording(described["message"])
+        assert _wording(_MODELS.sub("smollm2-135m", error["message"])) == _wording(described["message"])
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_each_other_code_is_provoked_by_the_test_that_is_named(code: ErrorCode) -> None:
+    file, _, name = ELSEWHERE[code].partition("::")
+    source = (Path(__file__).parents[2] / file).read_text()
+    [test] = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    words = [ast.get_source_segment(source, node) or "" for node in (*test.decorator_list, test)]
+    assert any(f'"{code.value}"' in part for part in words)

@@ -108,6 +108,7 @@ async function run(work) {
       if (running === controller) say("Stopped. What was generated until then is charged.");
     } else {
       say("");
+      if (!find("output").querySelector(".token")) find("output").hidden = true;
       showFault(error instanceof ApiFault ? error : new ApiFault(String(error)));
     }
   } finally {

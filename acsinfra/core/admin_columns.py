@@ -1,0 +1,36 @@
+"""Columns of the admin's lists that are read at a glance: numbers with their thousands, ids by their ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Model
+from django.utils.html import format_html
+
+# A UUID is told from others by its start, which is its time, and its end, which the App shows too.
+_START, _END = 8, 6
+
+
+def number_column(field: str, description: str = "") -> Callable[[Model], str]:
+    """The number in `field` with commas between its thousands; empty for None."""
+
+    @admin.display(description=description or field.replace("_", " "), empty_value="-")
+    def column(row: Model) -> str | None:
+        value = getattr(row, field)
+        return None if value is None else f"{value:,}"
+
+    column.__name__ = field
+    return column
+
+
+def id_column(field: str = "id", description: str = "") -> Callable[[Model], Any]:
+    """The start and the end of the id in `field`, and the whole of it on pointing."""
+
+    @admin.display(description=description or field.replace("_", " "))
+    def column(row: Model) -> Any:
+        text = str(getattr(row, field))
+        shown = text if len(text) <= 2 * (_START + _END) else f"{text[:_START]}…{text[-_END:]}"
+        return format_html('<span title="{}">{}</span>', text, shown)
+
+    column.__name__ = field
+    return column
