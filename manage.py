@@ -3,9 +3,16 @@
 
 import os
 import sys
+from datetime import UTC, datetime
 
 if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
     from django.core.management import execute_from_command_line
 
+    began = datetime.now(UTC)
     execute_from_command_line(sys.argv)
+    if sys.argv[1:2] in (["createsuperuser"], ["changepassword"]):
+        # Django's own two that give power; ours note themselves.
+        from accounts.audit import note_djangos_own
+
+        note_djangos_own(sys.argv[1:], since=began)

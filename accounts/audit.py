@@ -1,11 +1,14 @@
 """The audit log of what operators do in a shell: the admin's own log, under one actor, `command line`.
 
-Every management command that changes something calls `note_command`, in the transaction of the change where that is
-one; `tests/accounts/test_audit.py` holds the list of all commands to it.
+Every management command of ours that changes something calls `note_command`, in the transaction of the change where
+that is one (`tests/accounts/test_audit.py` holds all of them to it); `manage.py` notes Django's own that give power.
 """
 
+import getpass
 import os
 import pwd
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 
 from django.contrib.admin.models import ADDITION, CHANGE, LogEntry
@@ -32,6 +35,18 @@ def note_command(said: str, *, on: Model | None = None, added: bool = False, nam
         action_flag=ADDITION if added else CHANGE,
         change_message=f"{said} By {system_account()}.",
     )
+
+
+def note_djangos_own(arguments: Sequence[str], *, since: datetime) -> None:
+    """Write what `createsuperuser` made since then, or whose password `changepassword` changed."""
+    command, *rest = arguments
+    if command == "createsuperuser":
+        for user in User.objects.filter(is_superuser=True, date_joined__gte=since):
+            note_command("Added as a superuser.", on=user, added=True)
+        return
+    name = next((word for word in rest if not word.startswith("-")), getpass.getuser())
+    for user in User.objects.filter(username=name):
+        note_command("Password changed.", on=user)
 
 
 def system_account() -> str:

@@ -11,6 +11,7 @@ from django.conf import settings
 from django.contrib.admin.models import LogEntry
 from django.core.management import CommandError, call_command, get_commands
 from django.test import Client
+from django.utils import timezone
 
 from accounts import audit
 from accounts.models import Invitation, User
@@ -80,6 +81,18 @@ def test_models(tiny_model: Path) -> None:
     assert (first, off, on, name) == ("Added.", "Switched off.", "Switched on.", "tiny")
     assert changed.startswith("Files read again; max_num_seqs: ")
     assert changed.endswith(" → 7.")
+
+
+def test_djangos_own_commands_that_give_power() -> None:
+    """`manage.py` notes them when they are done; another superuser is not taken for the new one."""
+    make_user(is_superuser=True)
+    since = timezone.now()
+    audit.note_djangos_own(["createsuperuser", "--noinput"], since=since)
+    assert said() == []
+    run("createsuperuser", interactive=False, username="root", email="root@example.org")
+    audit.note_djangos_own(["createsuperuser", "--noinput"], since=since)
+    audit.note_djangos_own(["changepassword", "root"], since=since)
+    assert said() == [("root", "Added as a superuser."), ("root", "Password changed.")]
 
 
 def test_what_failed_is_not_recorded() -> None:

@@ -88,6 +88,8 @@ def _assert_indexed(url: str, statements: list[str]) -> None:
     for statement in statements:
         if not statement.startswith("SELECT") or not any(table in statement for table in BIG):
             continue
+        # A count stops at the most that the pages show.
+        assert "COUNT(" not in statement or "LIMIT" in statement, f"{url}\n{statement}"
         with connection.cursor() as cursor:
             cursor.execute(f"EXPLAIN {statement}")
             plan = "\n".join(row[0] for row in cursor.fetchall())
