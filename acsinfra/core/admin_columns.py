@@ -4,30 +4,29 @@ from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Model
 from django.utils.html import format_html
 
 # A UUID is told from others by its start, which is its time, and its end, which the App shows too.
 _START, _END = 8, 6
 
 
-def number_column(field: str, description: str = "") -> Callable[[Model], str]:
-    """The number in `field` with commas between its thousands; empty for None."""
+def number_column(field: str, description: str = "") -> Callable[[Any], str]:
+    """The number in `field` with commas between its thousands; a dash for None."""
 
-    @admin.display(description=description or field.replace("_", " "), empty_value="-")
-    def column(row: Model) -> str | None:
+    @admin.display(description=description or field.replace("_", " "))
+    def column(row: Any) -> str:
         value = getattr(row, field)
-        return None if value is None else f"{value:,}"
+        return "-" if value is None else f"{value:,}"
 
     column.__name__ = field
     return column
 
 
-def id_column(field: str = "id", description: str = "") -> Callable[[Model], Any]:
+def id_column(field: str = "id", description: str = "") -> Callable[[Any], str]:
     """The start and the end of the id in `field`, and the whole of it on pointing."""
 
     @admin.display(description=description or field.replace("_", " "))
-    def column(row: Model) -> Any:
+    def column(row: Any) -> str:
         text = str(getattr(row, field))
         shown = text if len(text) <= 2 * (_START + _END) else f"{text[:_START]}…{text[-_END:]}"
         return format_html('<span title="{}">{}</span>', text, shown)

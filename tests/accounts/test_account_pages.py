@@ -134,7 +134,7 @@ def test_operators_hear_by_mail_of_who_waits(client: Client, settings: Any) -> N
     assert (first.to, second.to) == ([operator.email], ["lab@example.org", "desk@example.org"])
     assert "eve (eve@example.org)" in second.body
     assert PASSWORD not in second.body
-    url = re.search(r"https://here\.example(/admin/\S+)", first.body)
+    url = re.search(r"https://here\.example(/admin/\S+)", str(first.body))
     assert url is not None
     client.force_login(operator)
     assert {user.username for user in client.get(url[1]).context["cl"].result_list} == {"grace", "eve"}
