@@ -9,7 +9,8 @@ import sys
 import httpx
 from playwright.sync_api import Page, expect
 
-from tests.browser.accessibility import assert_accessible
+from tests.browser.accessibility import PHONE_WIDTH, assert_accessible
+from tests.browser.conftest import DESKTOP
 from tests.browser.people import Person, sign_in
 from tests.harvest import harvests
 from tests.jobs.jobs import LONG, submit
@@ -39,6 +40,11 @@ def test_a_key_is_made_copied_used_paused_and_revoked(page: Page, person: Person
     expect(page.get_by_text("Copied").first).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == key
     assert_accessible(page)
+    # On a phone, too, all of the key is seen.
+    page.set_viewport_size({"width": PHONE_WIDTH, "height": 844})
+    secret = page.get_by_role("region", name="Your new API key")
+    assert secret.evaluate("element => element.scrollWidth <= element.clientWidth")
+    page.set_viewport_size(DESKTOP)
     answer = ask(inference_stack, key)
     assert answer.status_code == 200
     used = answer.json()["usage"]["total_tokens"]

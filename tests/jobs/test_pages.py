@@ -73,6 +73,7 @@ def done_harvest(user: User, key: ApiKey, model: BaseModel, n_shards: int = 3) -
         HarvestShard.objects.create(job=job, index=index, key=shard, bytes=2048, sha256="0" * 64, sums_key="s")
     result = {
         "manifest_key": f"{job.storage_prefix}/manifest.json",
+        "manifest_bytes": 700,
         "stats_key": f"{job.storage_prefix}/stats.safetensors",
         "tokens": 41,
         "bytes_written": 6144,
@@ -270,6 +271,7 @@ def test_a_harvest_s_page_has_links_sizes_and_a_snippet(
     assert len(queries) <= QUERIES_AT_MOST
     assert "shard_00019.safetensors" in page
     assert "shard_00020.safetensors" not in page
+    assert "700 B" in page
     assert "2 KiB" in page
     assert "from safetensors.torch import load" in page
     more = signed_in.get(f"/app/jobs/harvest/{job.pk}?first_shard=20").content.decode()
