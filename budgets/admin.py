@@ -5,6 +5,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.db.models import Model, Q, QuerySet
+from django.http import HttpRequest
 
 from acsinfra.core.admin import MadeFilter, PlatformAdmin, ReadOnly, SearchedByIdAndUser
 from acsinfra.core.admin_columns import id_column, number_column
@@ -83,9 +84,13 @@ class LedgerEntryAdmin(ReadOnly, _SearchedByWork[LedgerEntry]):
     """The charges."""
 
     list_display = ("charged_at", "user", "key", "work_kind", id_column("work_id", "work"), number_column("tokens"))
-    list_select_related = ("budget__user", "hold__key_use")
+    list_select_related = ("budget__user",)
     list_filter = (MadeFilter,)
     ordering = ("-hold_id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[LedgerEntry]:
+        """With the Holds of a page in a query of their own: joined, they are all read down to the page's."""
+        return super().get_queryset(request).prefetch_related("hold__key_use")
 
     @admin.display(description="user")
     def user(self, entry: LedgerEntry) -> str:

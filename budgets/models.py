@@ -106,7 +106,7 @@ class Hold(models.Model):
         RELEASED = "released"
 
     id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
-    budget = models.ForeignKey(Budget, on_delete=models.CASCADE, related_name="holds")
+    budget = models.ForeignKey(Budget, on_delete=models.CASCADE, related_name="holds", db_index=False)
     key_use = models.ForeignKey(KeyUse, null=True, on_delete=models.CASCADE, related_name="holds")
     tokens = models.PositiveBigIntegerField()
     state = models.CharField(max_length=10, choices=State, default=State.LIVE)
@@ -121,6 +121,7 @@ class Hold(models.Model):
 
     class Meta:
         indexes = [
+            models.Index(fields=["budget", "-id"], name="budgets_hold_of_budget"),
             models.Index(fields=["work_kind", "id"], condition=Q(state="live"), name="budgets_hold_live"),
             # For operators, who look for the few that charged nothing.
             models.Index(fields=["-id"], condition=Q(state="released"), name="budgets_hold_released"),
@@ -160,7 +161,7 @@ class LedgerEntry(models.Model):
 
     class Meta:
         verbose_name_plural = "ledger"
-        indexes = [models.Index(fields=["budget", "charged_at"], name="budgets_ledger_by_time")]
+        indexes = [models.Index(fields=["budget", "-hold"], name="budgets_ledger_of_budget")]
         constraints = [
             models.CheckConstraint(condition=Q(work_kind__in=WorkKind.values), name="budgets_ledger_names_its_work")
         ]

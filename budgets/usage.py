@@ -1,4 +1,4 @@
-"""A User's tokens of a month by day, model and key, from the ledger."""
+"""A User's tokens of a month by day, model and key, from the settled Holds: each is one entry of the ledger."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from django.db.models.functions import TruncDate
 from django.utils import timezone
 
 from accounts.models import User
-from budgets.models import Budget, LedgerEntry, WorkKind
+from budgets.models import Budget, Hold, WorkKind
 from budgets.months import month_end, month_of
 
 IN_THE_APP: Final = "App (no key)"
@@ -53,16 +53,17 @@ class Share:
 def usage_of_month(user: User, month: date) -> list[UsageLine]:
     """The lines of `month` (its first day), by day.
 
-    Work that ended after the month is charged to it, where its Hold was taken: such tokens count on the last day.
+    Work that ended after the month is charged to it, where its Hold was taken: such tokens count on the last day. The
+    Hold, which names the key, has all that its entry in the ledger has: one statement writes both.
     """
     last_day = month_end(month).date() - timedelta(days=1)
-    key = "hold__key_use__api_key__name"
-    prefix = "hold__key_use__prefix"
+    key = "key_use__api_key__name"
+    prefix = "key_use__prefix"
     rows = (
-        LedgerEntry.objects.filter(budget__user=user, budget__month=month)
-        .annotate(day=TruncDate("charged_at"))
+        Hold.objects.filter(budget__user=user, budget__month=month, state=Hold.State.SETTLED)
+        .annotate(day=TruncDate("ended_at"))
         .values("day", "model", key, prefix, "work_kind")
-        .annotate(works=Count("pk"), sum=Sum("tokens"))
+        .annotate(works=Count("pk"), sum=Sum("charged"))
         .values_list("day", "model", key, prefix, "work_kind", "works", "sum")
         .order_by("day", "model", prefix, "work_kind")
     )

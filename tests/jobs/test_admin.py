@@ -78,6 +78,8 @@ def test_lists_of_large_tables_read_no_whole_table(operator: Client, years: None
             statements = [entry["sql"] for entry in captured.captured_queries]
             assert len(statements) <= QUERIES_AT_MOST, url
             _assert_indexed(url, statements)
+            # Joined to the list, the Holds were read from the newest down to the page's.
+            assert not any('"budgets_ledgerentry" INNER JOIN "budgets_hold"' in one for one in statements), url
             if query.startswith("q=") and "nobody" not in query:
                 assert answer.context["cl"].result_count >= 1, url
     first = operator.get("/admin/jobs/completionjob/")
