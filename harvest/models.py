@@ -1,6 +1,6 @@
 """Harvest jobs, their prompts and their shards."""
 
-from typing import Any
+from typing import Any, Final
 
 from django.db import models
 from django.db.models import F, Q
@@ -10,6 +10,8 @@ from acsinfra.core.ids import new_uuid7
 from acsinfra.core.leases import LeasedWork, lease_constraints
 from budgets.models import Hold
 from inference.models import BaseModel
+
+PROMPTS_AT_MOST: Final = 4096
 
 
 class HarvestJob(LeasedWork):
@@ -112,7 +114,12 @@ class HarvestJob(LeasedWork):
                 name="harvest_job_done_has_its_result",
             ),
             models.CheckConstraint(
-                condition=Q(n_prompts__gte=1, n_prompts__lte=4096, shard_size__gte=1, shard_size__lte=4096),
+                condition=Q(
+                    n_prompts__gte=1,
+                    n_prompts__lte=PROMPTS_AT_MOST,
+                    shard_size__gte=1,
+                    shard_size__lte=PROMPTS_AT_MOST,
+                ),
                 name="harvest_job_sizes",
             ),
             models.CheckConstraint(

@@ -21,10 +21,9 @@ from acsinfra.core.fields import (
 )
 from acsinfra.core.storage import get_storage
 from acsinfra.core.times import iso_utc_ms
-from harvest.models import HarvestJob
+from harvest.models import PROMPTS_AT_MOST, HarvestJob
 from inference.tensors import TensorSerializer
 
-PROMPTS_AT_MOST: Final = 4_096
 CODE_POINTS_AT_MOST: Final = 8_000_000
 LAYERS: Final = StrictListField(child=StrictIntegerField(min_value=0), min_length=1, max_length=256)
 
@@ -86,7 +85,9 @@ class HarvestRequestSerializer(StrictSerializer):
         help_text='In any order, each read once, or "all". Left out: n_layers // 4, // 2 and 3 * n_layers // 4. '
         "Layer k is the residual stream after decoder block k; the last layer is before the final norm.",
     )
-    shard_size = StrictIntegerField(min_value=1, max_value=4_096, default=32, help_text="Prompts in each shard file.")
+    shard_size = StrictIntegerField(
+        min_value=1, max_value=PROMPTS_AT_MOST, default=32, help_text="Prompts in each shard file."
+    )
     batch_size = StrictIntegerField(
         min_value=1, max_value=64, required=False, help_text="Kept in the manifest; the engine sizes its own batches."
     )

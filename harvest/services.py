@@ -46,7 +46,7 @@ TRIES_AT_MOST = 3
 SETBACKS_AT_MOST = 30
 NO_RUNNER = "No runner is there for {model}."
 RUNNER_DUE_AFTER_GRACE = timedelta(seconds=10)
-_RUNNER_STOPPED = "The runner stopped while it ran this job, {tries} times."
+RUNNER_STOPPED = f"The runner stopped while it ran this job, {TRIES_AT_MOST} times."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ def end_expired_leases() -> int:
         jobs = lock_expired(HarvestJob, at_most=100)
         for job in jobs:
             logger.warning("harvest lease ran out", job_id=str(job.id), tries=job.tries + 1)
-            _count_try(job, _RUNNER_STOPPED.format(tries=TRIES_AT_MOST))
+            _count_try(job, RUNNER_STOPPED)
     return len(jobs)
 
 

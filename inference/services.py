@@ -109,13 +109,16 @@ def engine_options(*, model: BaseModel, checkpoint: str) -> EngineOptions:
     )
 
 
-def register_engine(*, model: BaseModel, kind: Engine.Kind) -> Engine:
-    """Write the row of an engine that starts in this process, `starting` until `mark_live`; its GPU time begins."""
+def register_engine(*, model: BaseModel, kind: Engine.Kind, pid: int | None = None) -> Engine:
+    """Write the row of an engine that starts in this process, `starting` until `mark_live`; its GPU time begins.
+
+    `pid` is of the process that an operator would stop, where that is another one around this.
+    """
     engine = Engine.objects.create(
         base_model=model,
         kind=kind,
         host=socket.gethostname()[:255],
-        pid=os.getpid(),
+        pid=pid or os.getpid(),
         gpus=model.gpu_count,
         heartbeat_at=Now(),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import httpx
+import psutil
 
 from acsinfra.quickstart.embedded import EmbeddedPostgres, free_port
 from acsinfra.quickstart.supervisor import PROJECT, Child, Supervisor
@@ -178,6 +179,11 @@ class Stack:
         for part in list(self.children):
             self.stop(cast("Part", part))
         self.end_console()
+
+    def engine_process(self, part: Part) -> psutil.Process:
+        """Return the process of a part that has its engine: a runner's is the child of the one that waits for it."""
+        process = psutil.Process(self.children[part].process.pid)
+        return process.children()[0] if part == "runner" else process
 
     def log(self, part: Part) -> str:
         """Return what a part has logged since it started."""

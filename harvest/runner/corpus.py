@@ -10,7 +10,8 @@ import numpy.typing as npt
 import zstandard
 from tokenizers import Tokenizer
 
-from harvest.models import HarvestCorpus
+from harvest.models import HarvestCorpus, HarvestJob
+from inference.models import BaseModel
 
 # Texts are encoded some at a time: an encoding takes 100 bytes a token until it is dropped.
 BLOCK_CHARACTERS: Final = 256 * 1024
@@ -27,6 +28,16 @@ class TokenisedPrompt:
     index: int
     token_ids: TokenIds
     is_cut: bool
+
+
+def tokenise_corpus(job: HarvestJob, model: BaseModel) -> list[TokenisedPrompt]:
+    """The prompts of a job as `model` (with its `files`) reads them."""
+    return tokenise(
+        load_prompts(job.corpus),
+        tokenizer=load_tokenizer(bytes(model.files.tokenizer_zstd)),
+        add_special_tokens=job.add_special_tokens,
+        tokens_at_most=model.effective_max_model_len - 1,
+    )
 
 
 def load_prompts(corpus: HarvestCorpus) -> list[str]:

@@ -15,8 +15,9 @@ import torch
 from acsinfra.core.storage import Storage, StorageUnavailableError, StoredObject
 from harvest import services
 from harvest.models import HarvestJob, HarvestShard
-from harvest.runner.corpus import TokenisedPrompt, load_prompts, load_tokenizer, tokenise
+from harvest.runner.corpus import TokenisedPrompt, tokenise_corpus
 from harvest.runner.lease_keeper import LeaseKeeper
+from harvest.runner.lives import PromptsInFlight
 from harvest.runner.manifest import write_manifest
 from harvest.runner.retries import write_patiently
 from harvest.runner.shards import SAFETENSORS_DTYPES, ShardLayout, lay_out_shards
@@ -32,7 +33,7 @@ from harvest.runner.windows import (
     plan_windows,
 )
 from inference.engine.activations import ARRAY_DTYPES, all_finite
-from inference.engine.errors import EngineDied, RequestFault
+from inference.engine.errors import RequestFault
 from inference.engine.harvest import CapturedPrompt, HarvestEngine
 from inference.models import BaseModel
 from inference.wire import TensorDtype
@@ -52,7 +53,8 @@ class HarvestRun:
     """A claimed job on its way. `run` returns when it is done, and raises what kept it from that.
 
     Shards that an earlier claim left whole are kept with their sums. `get_engine` takes the
-    tokens to read and loads the engine that suits, or has it loaded. `memory` holds what is read and not yet written.
+    tokens to read and loads the engine that suits, or has it loaded. `memory` holds what is read and not yet written;
+    `in_flight` tells which prompts the engine holds.
     """
 
     def __init__(
@@ -66,30 +68,24 @@ class HarvestRun:
         keeper: LeaseKeeper,
         watch: Stopwatch,
         memory: WindowMemory,
+        in_flight: PromptsInFlight,
     ) -> None:
         self._job, self._owner, self._model, self._storage = job, owner, model, storage
         self._get_engine = get_engine
         self._keeper, self._progress = keeper, keeper.progress
         self._watch = watch
         self._memory = memory
+        self._in_flight = in_flight
         self._stored: dict[int, StoredObject] = {}
         self._sums: dict[int, RunningStatistics] = {}
-        self._prompts: Sequence[TokenisedPrompt] = ()
 
     def run(self) -> HarvestJob:
         """Read, write and end the job as done.
 
         Raises RunStopped, LeaseLostError, StorageError, RequestFault, EngineRefused, EngineDied, DatabaseError.
         """
-        corpus = self._job.corpus
-        directions = _directions(corpus.directions, self._model.hidden_size)
-        prompts = tokenise(
-            load_prompts(corpus),
-            tokenizer=load_tokenizer(bytes(self._model.files.tokenizer_zstd)),
-            add_special_tokens=self._job.add_special_tokens,
-            tokens_at_most=self._model.effective_max_model_len - 1,
-        )
-        self._prompts = prompts
+        directions = _directions(self._job.corpus.directions, self._model.hidden_size)
+        prompts = tokenise_corpus(self._job, self._model)
         self._check_stop()
         with self._watch.measure("load_s"):
             engine = self._get_engine(sum(len(prompt.token_ids) for prompt in prompts))
@@ -114,20 +110,6 @@ class HarvestRun:
             self._memory.take_back_all()
             self._watch.upload_s += uploads.waited_s
         return self._finish(layouts, prompts, dtype, None if directions is None else len(directions))
-
-    def can_read(self, engine: HarvestEngine, indexes: Sequence[int]) -> bool:
-        """Whether `engine` lives through these prompts, read together and thrown away.
-
-        Raises RunStopped and RequestFault.
-        """
-        prompts = ((index, self._prompts[index].token_ids.tolist()) for index in indexes)
-        try:
-            for _ in engine.capture(prompts, self._job.layers, should_stop=self._keeper.should_stop):
-                pass
-        except EngineDied:
-            return False
-        self._check_stop()
-        return True
 
     def _keep_whole_shards(self, layouts: Sequence[ShardLayout]) -> None:
         """Take over what an earlier claim wrote, as far as it is in storage still with its sums."""
@@ -163,7 +145,7 @@ class HarvestRun:
         windows = plan_windows(layouts, leave_out=self._stored.keys(), bytes_at_most=self._memory.window_bytes)
         reader = WindowReader(windows, dtype=ARRAY_DTYPES[dtype], memory=self._memory, wait=wait_for_memory)
         captured = engine.capture(
-            reader.prompts(),
+            self._noted(reader.prompts()),
             self._job.layers,
             directions=directions,
             place=reader.place,
@@ -173,6 +155,7 @@ class HarvestRun:
             while (one := self._next(captured)) is not None:
                 self._check_stop()
                 reader.arrived(one.index)
+                self._in_flight.remove(one.index)
                 self._progress.tokens += len(one.token_ids)
                 for opened in reader.whole_windows():
                     self._write_window(reader, opened, dtype, uploads)
@@ -181,6 +164,12 @@ class HarvestRun:
             self._write_window(reader, opened, dtype, uploads)
         if (index := reader.first_missing()) is not None:
             raise RequestFault(f"prompt {index}: the engine ended without reading it")
+
+    def _noted(self, prompts: Iterator[tuple[int, list[int]] | None]) -> Iterator[tuple[int, list[int]] | None]:
+        for one in prompts:
+            if one is not None:
+                self._in_flight.add(one[0])
+            yield one
 
     def _next(self, captured: Iterator[CapturedPrompt]) -> CapturedPrompt | None:
         with self._watch.measure("forward_s"):

@@ -2,11 +2,32 @@
 
 from collections.abc import Callable, Sequence
 
-from inference.engine.errors import RequestFault
+from harvest.models import HarvestJob
+from harvest.runner.corpus import tokenise_corpus
+from inference.engine.trial import TrialEngine
+from inference.models import BaseModel
+from inference.wire import EngineOptions
 
 
-class FailingPromptError(RequestFault):
-    """A prompt that makes the engine fail when it is read alone."""
+def try_prompts(
+    job: HarvestJob,
+    model: BaseModel,
+    options: EngineOptions,
+    *,
+    suspects: Sequence[int],
+    name: str,
+    should_stop: Callable[[], bool],
+) -> int | None:
+    """The one of the prompts `suspects` of a job that ends an engine of `options` alone; None when no single one does.
+
+    Raises EngineRefused and TrialStopped.
+    """
+    prompts = tokenise_corpus(job, model)
+    with TrialEngine(options, name=name, layers=job.layers, should_stop=should_stop) as trial:
+        return find_failing_prompt(
+            suspects,
+            lambda indexes: trial.can_read([(index, prompts[index].token_ids.tolist()) for index in indexes]),
+        )
 
 
 def find_failing_prompt(suspects: Sequence[int], can_read: Callable[[Sequence[int]], bool]) -> int | None:

@@ -6,9 +6,7 @@ import os
 import signal
 import threading
 import time
-import traceback
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -22,39 +20,51 @@ from budgets.spend import may_start_work
 from harvest import services
 from harvest.models import HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
+from harvest.runner.lives import ENGINE_FAILED, RunnerLife
 from harvest.runner.retries import write_patiently
-from harvest.runner.splitting import FailingPromptError, find_failing_prompt
+from harvest.runner.splitting import try_prompts
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.windows import WindowMemory
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
+from inference.engine.trial import TrialStopped
 from inference.models import BaseModel, Engine
 from inference.services import engine_options, heartbeat, leave_engine, mark_live, register_engine
 
 if TYPE_CHECKING:
-    from harvest.runner.run import HarvestRun
     from inference.engine.harvest import HarvestEngine
 
 logger = structlog.get_logger(__name__)
 
 ENGINE_STATE: Final = settings.HOME / "engines"
+_NOT_LOADED: Final = "The model could not be loaded."
+_COULD_NOT_READ: Final = "The model could not read {prompt} of this job."
 
 
 class Runner:
     """Runs the jobs of `model` (with its `files`) in the thread that calls `run_waiting_jobs`.
 
     What an operator changes of the model meanwhile acts at the next start, as the engine is loaded once.
-    `is_stopping` says that the process was told to end: the job that runs is handed back.
+    `is_stopping` says that the process was told to end: the job that runs is handed back. `end_process` ends it with
+    an engine that failed; the process that follows in this `life` sees to the job.
     """
 
-    def __init__(self, *, model: BaseModel, checkpoint: str, is_stopping: Callable[[], bool]) -> None:
-        self._model, self._is_stopping = model, is_stopping
+    def __init__(
+        self,
+        *,
+        model: BaseModel,
+        checkpoint: str,
+        is_stopping: Callable[[], bool],
+        end_process: Callable[[], None],
+        life: RunnerLife,
+    ) -> None:
+        self._model, self._is_stopping, self._end_process = model, is_stopping, end_process
         self._options = engine_options(model=model, checkpoint=checkpoint)
         self._name = f"runner-{model.name}"
         self._engine: HarvestEngine | None = None
         self._memory = WindowMemory(settings.HARVEST_MEMORY_BYTES)
         self._is_compiling_refused = False
-        self._owner = uuid.uuid4()
+        self._life, self._owner = life, life.owner
         self._worked_at = time.monotonic()
 
     def prepare(self) -> None:
@@ -71,6 +81,8 @@ class Runner:
         An engine that has had no job for `settings.RUNNER_IDLE` is freed.
         """
         try:
+            if self._life.has_died:
+                self._see_to_the_last_job()
             while not self._is_stopping() and self._run_next():
                 pass
             if self._engine is not None and time.monotonic() - self._worked_at > settings.RUNNER_IDLE.total_seconds():
@@ -97,15 +109,28 @@ class Runner:
             return False
         with structlog.contextvars.bound_contextvars(job_id=str(job.pk)):
             logger.info("harvest claimed", claims=job.claims, n_prompts=job.n_prompts)
-            keeper = LeaseKeeper(job_id=job.pk, owner=self._owner, is_stopping=self._is_stopping)
-            try:
-                self._run(job, keeper)
-            except LeaseLostError:
-                logger.info("the job was cancelled or given to another; its run stops")
-            finally:
-                keeper.end()
-                self._worked_at = time.monotonic()
+            self._bring_to_an_end(job, self._run)
         return True
+
+    def _see_to_the_last_job(self) -> None:
+        """Find out whether a prompt ended the process before this one, and count a try of the job that it ran."""
+        status = HarvestJob.Status.RUNNING
+        job = HarvestJob.objects.filter(base_model=self._model, status=status, lease_owner=self._owner).first()
+        if job is not None:
+            with structlog.contextvars.bound_contextvars(job_id=str(job.pk)):
+                self._bring_to_an_end(job, self._try_suspects)
+        self._life.has_died = False
+
+    def _bring_to_an_end(self, job: HarvestJob, work: Callable[[HarvestJob, LeaseKeeper], None]) -> None:
+        """Do `work` on a leased job, to one of the job's ends or until it is put back. Raises DatabaseError."""
+        keeper = LeaseKeeper(job_id=job.pk, owner=self._owner, is_stopping=self._is_stopping)
+        try:
+            work(job, keeper)
+        except LeaseLostError:
+            logger.info("the job was cancelled or given to another; its run stops")
+        finally:
+            keeper.end()
+            self._worked_at = time.monotonic()
 
     def _run(self, job: HarvestJob, keeper: LeaseKeeper) -> None:
         """Run a claimed job to one of its ends, or put it back. Raises LeaseLostError, DatabaseError."""
@@ -114,10 +139,11 @@ class Runner:
             # torch and vllm: seconds, at the first job.
             from harvest.runner.run import HarvestRun, RunStopped
 
+        self._life.in_flight.clear()
         try:
             # Only now has the API surely said which folder it writes to.
             require_shared_folder()
-            run = HarvestRun(
+            HarvestRun(
                 job=job,
                 owner=self._owner,
                 model=self._model,
@@ -126,12 +152,8 @@ class Runner:
                 keeper=keeper,
                 watch=watch,
                 memory=self._memory,
-            )
-            try:
-                run.run()
-            except EngineDied as died:
-                self._find_failing_prompt(run, died)
-                raise
+                in_flight=self._life.in_flight,
+            ).run()
         except RunStopped:
             self._hand_back(job)
             logger.info("harvest handed back")
@@ -141,41 +163,46 @@ class Runner:
         except StorageError as error:
             logger.warning("the storage failed; the job waits for it", reason=str(error))
             self._hand_back(job, because_storage_is_away=True)
-        except FailingPromptError as error:
-            logger.warning("a prompt makes the engine fail", reason=str(error))
-            self._fail_try(job, _sentence_about_prompt(error), is_last=True)
         except RequestFault as error:
             logger.warning("a prompt failed", reason=str(error))
             self._fail_try(job, _sentence_about_prompt(error))
         except EngineRefused:
             logger.exception("the engine could not be loaded")
-            self._fail_try(job, "The model could not be loaded.")
+            self._fail_try(job, _NOT_LOADED)
         except EngineDied:
-            logger.exception("the engine died")
-            self._drop_engine()
-            self._fail_try(job, "The engine stopped while it read this job's prompts.")
+            # A GPU's fault spoils the whole process: no engine would load in it again.
+            logger.exception("the engine died; this process ends with it")
+            self._end_process()
         except (LeaseLostError, DatabaseError):
             raise
         except Exception:
             logger.exception("the run failed")
             self._fail_try(job, "The runner failed while it ran this job.")
 
-    def _find_failing_prompt(self, run: "HarvestRun", died: EngineDied) -> None:
-        """Raise FailingPromptError if one of the prompts that the engine held makes another one fail, alone."""
-
-        def can_read(indexes: Sequence[int]) -> bool:
-            is_well = run.can_read(self._loaded_engine(0), indexes)
-            if not is_well:
-                self._drop_engine()
-            return is_well
-
-        logger.warning("the engine died; its prompts are read apart", prompts=died.prompts, reason=str(died))
-        # The frames that it came through hold the engine: the next one would be loaded beside it.
-        traceback.clear_frames(died.__traceback__)
-        self._drop_engine()
-        index = find_failing_prompt(died.prompts, can_read)
-        if index is not None:
-            raise FailingPromptError(f"prompt {index}: the engine fails when it reads this prompt alone") from died
+    def _try_suspects(self, job: HarvestJob, keeper: LeaseKeeper) -> None:
+        """End a job one of whose prompts ends an engine that reads it alone; one without such a prompt is put back."""
+        suspects = self._life.in_flight.indexes()
+        logger.warning("the runner died; the prompts that its engine held are read apart", prompts=suspects)
+        try:
+            failing = try_prompts(
+                job,
+                self._model,
+                self._options,
+                suspects=suspects,
+                name=f"{self._name}-trial",
+                should_stop=keeper.should_stop,
+            )
+        except TrialStopped:
+            self._hand_back(job)
+        except EngineRefused:
+            logger.exception("no engine could be loaded to read prompts apart")
+            self._fail_try(job, _NOT_LOADED)
+        else:
+            if failing is None:
+                self._fail_try(job, services.RUNNER_STOPPED)
+            else:
+                logger.warning("a prompt makes the engine fail", prompt=failing)
+                self._fail_try(job, _COULD_NOT_READ.format(prompt=f"prompt {failing}"), is_last=True)
 
     def _fail_try(self, job: HarvestJob, error: str, *, is_last: bool = False) -> None:
         write_patiently(lambda: services.fail_try(job_id=job.pk, owner=self._owner, error=error, is_last=is_last))
@@ -228,8 +255,8 @@ class Runner:
 class RunnerRegistration:
     """The runner's Engine row: live from the start, since a job is what loads its engine; a thread sends heartbeats."""
 
-    def __init__(self, *, model: BaseModel, on_removed: Callable[[], None]) -> None:
-        self.engine = register_engine(model=model, kind=Engine.Kind.RUNNER)
+    def __init__(self, *, model: BaseModel, pid: int, on_removed: Callable[[], None]) -> None:
+        self.engine = register_engine(model=model, kind=Engine.Kind.RUNNER, pid=pid)
         mark_live(engine=self.engine)
         self._on_removed = on_removed
         self._left = threading.Event()
@@ -261,22 +288,28 @@ class RunnerRegistration:
 _runner: Runner | None = None
 
 
-def run(*, model: BaseModel, checkpoint: str) -> int:
+def run(*, model: BaseModel, checkpoint: str, life: RunnerLife) -> int:
     """Run the jobs of `model` until a SIGTERM or SIGINT; returns the process's exit code."""
     global _runner
     from harvest.runner.celery_worker import is_told_to_stop, run_celery_worker
 
-    def end_process() -> None:
+    def stop_process() -> None:
         logger.error("the model was removed; its runner ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    _runner = Runner(model=model, checkpoint=checkpoint, is_stopping=is_told_to_stop)
+    def end_process() -> None:
+        registration.leave()
+        os._exit(ENGINE_FAILED)
+
+    _runner = Runner(
+        model=model, checkpoint=checkpoint, is_stopping=is_told_to_stop, end_process=end_process, life=life
+    )
     try:
         _runner.prepare()
     except StorageError as error:
         logger.error("the runner cannot start", reason=str(error))
         return 1
-    registration = RunnerRegistration(model=model, on_removed=end_process)
+    registration = RunnerRegistration(model=model, pid=life.pid, on_removed=stop_process)
     try:
         run_celery_worker(registration)
     finally:
@@ -310,5 +343,5 @@ def _sentence_about_prompt(error: RequestFault) -> str:
     """What the User may read of a fault: its prompt, not the engine's own words, which may hold paths."""
     words = str(error).split(":", 1)[0]
     if words.startswith("prompt ") and words.removeprefix("prompt ").isdigit():
-        return f"The model could not read {words} of this job."
-    return "The model could not read a prompt of this job."
+        return _COULD_NOT_READ.format(prompt=words)
+    return _COULD_NOT_READ.format(prompt="a prompt")

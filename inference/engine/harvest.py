@@ -239,7 +239,7 @@ class HarvestEngine:
         try:
             outputs = self._llm.step()
         except Exception as error:
-            raise self._died(error) from error
+            raise EngineDied(f"the engine failed in a step: {error}") from error
         for output in outputs:
             one = self._in_flight.get(output.request_id)
             if one is None or not isinstance(output, RequestOutput):
@@ -253,10 +253,6 @@ class HarvestEngine:
                 self._in_flight.pop(output.request_id).opened.close()
                 yield one, captured
 
-    def _died(self, error: Exception) -> EngineDied:
-        held = sorted(one.index for one in self._in_flight.values())
-        return EngineDied(f"the engine failed in a step: {error}", prompts=held)
-
     def _abort_all(self) -> None:
         try:
             if self._in_flight:
@@ -264,7 +260,7 @@ class HarvestEngine:
             # One more step carries the finished ids to the workers; an idle engine takes none by itself.
             self._llm.step()
         except Exception as error:
-            raise self._died(error) from error
+            raise EngineDied(f"the engine failed in a step: {error}") from error
         finally:
             for one in self._in_flight.values():
                 one.opened.close()

@@ -6,7 +6,10 @@ the processes of its engine into a file of a state folder; the next start ends t
 
 import contextlib
 import json
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,6 +57,20 @@ def end_leftovers(state_folder: Path, *, engine_name: str) -> list[int]:
             ended += _end_tree(pid, create_time)
         path.unlink(missing_ok=True)
     return ended
+
+
+def end_with_parent() -> None:
+    """End this process, one of multiprocessing's, when the one that started it is gone: a kill -9 leaves nothing."""
+    # Not the parent of the kernel's: that may be a fork server, which lives as long as any process it forked.
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 def _end_tree(pid: int, create_time: float) -> list[int]:

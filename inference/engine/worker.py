@@ -6,8 +6,6 @@ stream of each step, and answers the calls that the engine's start and tests mak
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 
 from inference.engine.decoder_layers import find_decoder_layers, require_unscaled_stream
+from inference.engine.leftovers import end_with_parent
 from inference.engine.residual_stream import ResidualStream, cumulate
 from inference.engine.sampling_patches import add_extra_logprobs, rewind_seeded_generators
 from inference.engine.stream_check import StreamCheck
@@ -32,7 +31,9 @@ class ResidualStreamWorker(PlatformWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model and put a tap behind each decoder block. Raises `LookupError` for an unknown shape."""
         super().load_model(**kwargs)
-        _end_with_parent()
+        # An engine core in a process of its own; vLLM ends the further ranks of one by itself.
+        if multiprocessing.current_process().name.startswith("EngineCore"):
+            end_with_parent()
         runner = self.model_runner
         model = runner.get_model()
         n_layers = self.model_config.get_total_num_hidden_layers()
@@ -126,22 +127,3 @@ class ResidualStreamWorker(PlatformWorker):
         """Return the logprobs that rows of the last layer give to tokens; see `StreamCheck.score_rows`."""
         with torch.inference_mode():
             return self.stream_check.score_rows(content, token_ids)
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, so that a kill -9 leaves no gigabytes behind.
-
-    Only for an engine core in a process of its own; vLLM ends the further ranks of one by itself.
-    """
-    if not multiprocessing.current_process().name.startswith("EngineCore"):
-        return
-    # Not the parent of the kernel's: that is the fork server, which lives as long as any process it forked.
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

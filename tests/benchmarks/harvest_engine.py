@@ -164,8 +164,9 @@ class EngineWays:
         """Claim the submitted job and run it to its manifest, as a runner does, into a temporary folder."""
         from acsinfra.core.leases import claim_next
         from acsinfra.core.storage import storage_from_url
-        from harvest.models import HarvestJob
+        from harvest.models import PROMPTS_AT_MOST, HarvestJob
         from harvest.runner.lease_keeper import LeaseKeeper
+        from harvest.runner.lives import PromptsInFlight
         from harvest.runner.run import HarvestRun
         from harvest.runner.stopwatch import Stopwatch
 
@@ -183,6 +184,7 @@ class EngineWays:
                 keeper=keeper,
                 watch=Stopwatch(),
                 memory=self.memory,
+                in_flight=PromptsInFlight(PROMPTS_AT_MOST),
             ).run()
         finally:
             keeper.end()

@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,20 @@ def make_plugin(folder: Path) -> Path:
 
 
 def install() -> None:
-    """Have every Llama raise at `FATAL_TOKEN`, and sleep at `SLOW_TOKEN` once it has made the file `SLOW_FILE`."""
+    """Have every Llama raise at `FATAL_TOKEN` and its process die at `DEADLY_TOKEN`.
+
+    At `SLOW_TOKEN` it sleeps, once it has made the file `SLOW_FILE`.
+    """
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
-    fatal, slow = int(os.environ["FATAL_TOKEN"]), int(os.environ["SLOW_TOKEN"])
+    fatal, deadly, slow = (int(os.environ[f"{name}_TOKEN"]) for name in ("FATAL", "DEADLY", "SLOW"))
     forward = LlamaForCausalLM.forward
 
     def fail_or_forward(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         if bool((input_ids == fatal).any()):
             raise RuntimeError("a token that this engine cannot read")
+        if bool((input_ids == deadly).any()):
+            os.kill(os.getpid(), signal.SIGKILL)
         if bool((input_ids == slow).any()):
             Path(os.environ["SLOW_FILE"]).touch()
             time.sleep(SLOW_SECONDS)

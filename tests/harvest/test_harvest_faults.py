@@ -30,7 +30,7 @@ __all__ = ["s3_server"]
 TEXT = "The children asked why the sky is blue, and why the grass is not; nobody in the room knew. "
 # Some 50,000 tokens in 30 shards: the tiny model reads for seconds.
 PROMPTS = [f"{index}: {TEXT * 20}" for index in range(120)]
-FATAL, SLOW = "~", "^"
+FATAL, DEADLY, SLOW = "~", "|", "^"
 SUBMIT = """
 from accounts.models import User
 from harvest import services
@@ -120,9 +120,9 @@ class Fragile:
         )
 
     @property
-    def runner(self) -> psutil.Process:
-        """The runner's process."""
-        return psutil.Process(self.stack.children["runner"].process.pid)
+    def engine(self) -> psutil.Process:
+        """The process that the runner's engine is in."""
+        return self.stack.engine_process("runner")
 
 
 def has_ended(row: dict[str, Any]) -> bool:
@@ -146,6 +146,7 @@ def fragile(tiny_model: Path, s3_server: S3Server, tmp_path_factory: pytest.Temp
                 "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
                 "PYTHONPATH": str(make_plugin(root / "plugin")),
                 "FATAL_TOKEN": str(tokenizer.token_to_id(FATAL)),
+                "DEADLY_TOKEN": str(tokenizer.token_to_id(DEADLY)),
                 "SLOW_TOKEN": str(tokenizer.token_to_id(SLOW)),
                 "SLOW_FILE": str(root / "slow"),
                 "LEASE_SECONDS": "20",
@@ -216,23 +217,26 @@ def test_a_storage_that_answers_500_is_waited_for(fragile: Fragile, undisturbed:
     assert all("claim_2" in key for key in row["shards"][len(away["shards"]) :])
 
 
-def test_a_prompt_that_makes_the_engine_fail_is_named_and_the_runner_lives_on(fragile: Fragile) -> None:
-    pid = fragile.runner.pid
-    row = fragile.run(["Rain", "fell on", f"the {FATAL}", "harbour"])
-    assert (row["status"], row["error"]) == ("failed", "The model could not read prompt 2 of this job.")
-    assert (row["tries"], row["tokens"], row["holds"]) == (1, 0, [["released", None]])
+@pytest.mark.parametrize("token", [DEADLY, pytest.param(FATAL, marks=pytest.mark.long)])
+def test_a_prompt_that_ends_the_engine_is_named_and_the_runner_lives_on(fragile: Fragile, token: str) -> None:
+    """By a fault that the engine tells of, and by a signal that takes its whole process along."""
+    died = fragile.engine
+    row = fragile.run(["Rain", f"fell on the {token}"])
+    assert (row["status"], row["error"]) == ("failed", "The model could not read prompt 1 of this job.")
+    assert (row["claims"], row["tries"], row["tokens"], row["holds"]) == (1, 1, 0, [["released", None]])
+    assert not died.is_running()
     assert fragile.run(["Hello"])["status"] == "done"
-    assert fragile.runner.pid == pid
+    fragile.stack.children["runner"].check()
 
 
 def test_an_engine_that_is_idle_is_freed_and_loaded_again(fragile: Fragile) -> None:
     fragile.run(["Hello"])
     freed = "the engine has been idle; it is freed"
-    loaded_bytes, seen = fragile.runner.memory_info().vms, fragile.stack.log("runner").count(freed)
+    loaded_bytes, seen = fragile.engine.memory_info().vms, fragile.stack.log("runner").count(freed)
     fragile.stack.wait_for(lambda: fragile.stack.log("runner").count(freed) > seen, part="runner", seconds=60)
     # The cache of keys and values alone has 1 GiB.
     fragile.stack.wait_for(
-        lambda: loaded_bytes - fragile.runner.memory_info().vms > 0.9 * 1024**3, part="runner", seconds=10
+        lambda: loaded_bytes - fragile.engine.memory_info().vms > 0.9 * 1024**3, part="runner", seconds=10
     )
     assert fragile.run(["Hello"])["status"] == "done"
 

@@ -24,6 +24,7 @@ from budgets.services import SweepCount, settle_hold
 from budgets.spend import forget_spending
 from harvest import services, tasks
 from harvest.models import HarvestCorpus, HarvestJob
+from harvest.runner.lives import PromptsInFlight, RunnerLife
 from harvest.runner.worker import Runner
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
@@ -336,7 +337,13 @@ def test_what_waits_goes_on_waiting_under_the_spend_limit(
     register_engine(model=model, kind=Engine.Kind.RUNNER)
     HarvestJob.objects.update(waiting_since=timezone.now() - timedelta(hours=25))
     looks.delete(services.runner_queue("tiny"))
-    runner = Runner(model=model, checkpoint="/nowhere", is_stopping=lambda: False)
+    runner = Runner(
+        model=model,
+        checkpoint="/nowhere",
+        is_stopping=lambda: False,
+        end_process=lambda: pytest.fail("the engine died"),
+        life=RunnerLife(PromptsInFlight(1)),
+    )
     runner.run_waiting_jobs()
     tasks.sweep()
     tasks.sweep_slowly()

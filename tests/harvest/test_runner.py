@@ -132,7 +132,7 @@ def test_a_runner_that_is_stopped_hands_its_job_back_at_once(harvest_stack: Stac
 
 def test_a_full_disk_is_waited_for(harvest_stack: Stack, undisturbed: Any) -> None:
     """As a quota makes it: no file of the runner may grow past half of a shard."""
-    pid = harvest_stack.children["runner"].process.pid
+    pid = harvest_stack.engine_process("runner").pid
     job = submit(harvest_stack, **LONG)
     wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 2)
     _, most = limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)

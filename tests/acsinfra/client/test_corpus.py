@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from acsinfra.client import AcsError
 from acsinfra.client.corpus import Caps, json_bytes, read_prompts, split_corpus
-from harvest.serializers import CODE_POINTS_AT_MOST, PROMPTS_AT_MOST
+from harvest.models import PROMPTS_AT_MOST
+from harvest.serializers import CODE_POINTS_AT_MOST
 
 
 def test_json_lines_of_every_kind(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from django.test import override_settings
 
+from harvest.runner.lives import PromptsInFlight, RunnerLife
 from harvest.runner.worker import Runner
 from inference.models import BaseModel
 from tests.inference.engine import conftest
@@ -32,7 +33,13 @@ def runner(tiny_float32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         max_num_seqs=32,
         extra_args={"max_num_batched_tokens": 128},
     )
-    runner = Runner(model=model, checkpoint=str(tiny_float32), is_stopping=lambda: False)
+    runner = Runner(
+        model=model,
+        checkpoint=str(tiny_float32),
+        is_stopping=lambda: False,
+        end_process=lambda: pytest.fail("the engine died"),
+        life=RunnerLife(PromptsInFlight(1)),
+    )
     with override_settings(HARVEST_COMPILE_TOKENS=100):
         yield runner
     runner.shut_down()

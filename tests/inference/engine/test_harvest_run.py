@@ -13,8 +13,9 @@ from safetensors import safe_open
 
 from acsinfra.core.leases import claim_next
 from acsinfra.core.storage import FolderStorage, ObjectWriter
-from harvest.models import HarvestJob
+from harvest.models import PROMPTS_AT_MOST, HarvestJob
 from harvest.runner.lease_keeper import LeaseKeeper
+from harvest.runner.lives import PromptsInFlight
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.windows import WindowMemory
 from harvest.services import submit_harvest
@@ -87,6 +88,7 @@ def test_a_slow_storage_stops_the_engine_within_its_window(
         keeper=keeper,
         watch=watch,
         memory=memory,
+        in_flight=PromptsInFlight(PROMPTS_AT_MOST),
     )
     try:
         done = run.run()
