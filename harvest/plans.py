@@ -10,7 +10,7 @@ from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.fields import FieldFault, within
 from harvest.services import HarvestPlan
 from inference.selectors import CatalogueModel
-from inference.tensors import Tensor, decode_tensor, tensor_bytes
+from inference.tensors import Tensor, decode_tensor, tensor_bytes, with_byte_counts
 
 DIRECTIONS_AT_MOST: Final = 64
 # What a prompt adds beside its values: two entries in its shard's header, one in the manifest.
@@ -72,11 +72,10 @@ def _directions(fields: dict[str, Any], hidden_size: int) -> np.ndarray[Any, np.
     try:
         shape = fields["shape"]
         if len(shape) != 2 or shape[1] != hidden_size or not 1 <= shape[0] <= DIRECTIONS_AT_MOST:
-            raise FieldFault(
-                f"must be [1 to {DIRECTIONS_AT_MOST} directions, {hidden_size:,} hidden], not {shape} "
-                f"({tensor_bytes(fields):,} bytes).",
-                param="shape",
+            fault = FieldFault(
+                f"must be [1 to {DIRECTIONS_AT_MOST} directions, {hidden_size:,} hidden], not {shape}.", param="shape"
             )
+            raise with_byte_counts(fault, fields)
         directions = _as_float32(decode_tensor(fields))
         zeros = np.flatnonzero(~directions.any(axis=1))
         if len(zeros):

@@ -14,7 +14,7 @@ from acsinfra.core.fields import (
     within,
 )
 from inference.selectors import CatalogueModel
-from inference.tensors import Tensor, TensorSerializer, decode_tensor, tensor_bytes
+from inference.tensors import Tensor, TensorSerializer, decode_tensor, tensor_bytes, with_byte_counts
 from inference.wire import SteeringVector
 
 MAX_SCALE: Final = 1e6
@@ -60,13 +60,13 @@ class SteeringVectorSerializer(StrictSerializer):
     @classmethod
     def check_object(cls, checked: dict[str, Any]) -> dict[str, Any]:
         """Hold shape, layers and positions to each other; the model and the prompt come later."""
-        shape, layers = checked["activations"]["shape"], checked["layer_indices"]
+        tensor, layers = checked["activations"], checked["layer_indices"]
+        shape = tensor["shape"]
         indices, spans = checked.get("position_indices"), checked.get("position_spans")
         if len(shape) == 1:
-            raise FieldFault("must be (layers, hidden) or (layers, positions, hidden).", param="activations.shape")
+            raise _wrong_shape("must be (layers, hidden) or (layers, positions, hidden).", tensor)
         if shape[0] != len(layers):
-            message = f"has {shape[0]:,} layers, and layer_indices has {len(layers)}."
-            raise FieldFault(message, param="activations.shape")
+            raise _wrong_shape(f"has {shape[0]:,} layers, and layer_indices has {len(layers)}.", tensor)
         if indices is not None and spans is not None:
             raise FieldFault("excludes position_indices.", param="position_spans")
         if len(shape) == 3 and indices is None:
@@ -78,7 +78,7 @@ class SteeringVectorSerializer(StrictSerializer):
                 raise FieldFault("needs a tensor of 3 axes.", param="position_indices")
             if len(indices) != shape[1]:
                 message = f"has {shape[1]:,} positions, and position_indices has {len(indices):,}."
-                raise FieldFault(message, param="activations.shape")
+                raise _wrong_shape(message, tensor)
         if spans is not None:
             _check_spans(spans)
         return checked
@@ -95,11 +95,11 @@ def check_against_model(vectors: list[dict[str, Any]], model: CatalogueModel) ->
                 raise FieldFault(message, param=f"{index}.layer_indices.{at}")
         if shape[-1] != model.hidden_size:
             message = f"ends in {shape[-1]:,}, and the hidden size of {model.name} is {model.hidden_size:,}."
-            raise FieldFault(message, param=f"{index}.activations.shape")
+            raise within(index, _wrong_shape(message, vector["activations"]))
         total += tensor_bytes(vector["activations"])
         if total > MAX_STEERING_BYTES:
-            message = f"asks for more than {MAX_STEERING_BYTES // 2**20} MiB in all vectors of the request."
-            raise FieldFault(message, param=f"{index}.activations.shape")
+            message = f"asks for more than {MAX_STEERING_BYTES:,} bytes in all vectors up to this: {total:,}."
+            raise within(index, _wrong_shape(message, vector["activations"]))
 
 
 def check_positions(vectors: list[dict[str, Any]], last_position: int) -> None:
@@ -139,7 +139,7 @@ def _decode_vector(vector: dict[str, Any]) -> SteeringVector:
     except ApiError as error:
         raise within("activations", error) from None
     if vector["norm_match"]:
-        _refuse_zero_vectors(tensor)
+        _refuse_zero_vectors(tensor, vector["activations"])
     indices, spans = vector.get("position_indices"), vector.get("position_spans")
     return SteeringVector(
         data=tensor.data,
@@ -153,9 +153,14 @@ def _decode_vector(vector: dict[str, Any]) -> SteeringVector:
     )
 
 
-def _refuse_zero_vectors(tensor: Tensor) -> None:
+def _refuse_zero_vectors(tensor: Tensor, fields: dict[str, Any]) -> None:
     if tensor.has_zero_vector():
-        raise FieldFault("holds a zero vector, which norm_match can't scale.", param="activations.data")
+        fault = FieldFault("holds a zero vector, which norm_match can't scale.", param="activations.data")
+        raise with_byte_counts(fault, fields)
+
+
+def _wrong_shape(message: str, tensor: dict[str, Any]) -> FieldFault:
+    return with_byte_counts(FieldFault(message, param="activations.shape"), tensor)
 
 
 def _check_spans(spans: list[list[int]]) -> None:

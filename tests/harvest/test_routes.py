@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from django.db.models.functions import Now
 from pytest_django import Settings
@@ -23,6 +24,7 @@ from inference import selectors
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
 from tests.harvest.conftest import OWNER, claim, error, held, plan_for, submit
+from tests.inference.tensor_json import assert_named, tensor_json, wrong_tensors
 from tests.live_server import LiveServer, make_key
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -68,6 +70,14 @@ def test_past_the_spend_limit_no_new_job_is_taken_and_reading_goes_on(client: ht
     SpendLimit.objects.update(is_paused=False)
     forget_spending()
     assert submit(client).status_code == 202
+
+
+def test_directions_that_are_refused_name_their_bytes(client: httpx.Client) -> None:
+    for tensor, key, counts in wrong_tensors():
+        assert_named(submit(client, project_onto=tensor), param=f"project_onto.{key}", counts=counts)
+    many = tensor_json(np.ones((65, 64), "<f4"), compression="none")
+    assert_named(submit(client, project_onto=many), param="project_onto.shape", counts=("16,640", "16,640"))
+    assert held(client) == 0
 
 
 def test_a_submit_is_accepted_and_says_where_the_job_is(client: httpx.Client) -> None:

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.inference.tensor_json import assert_named, wrong_tensors
 from tests.inference.test_completions_way import busy_share, engine_process
 from tests.jobs.jobs import KEYS, LONG, SHORT, budget, money, post_job, read, result_of, submit, wait_for
 from tests.stack import Stack, StackUser
@@ -61,6 +62,15 @@ def test_a_job_is_accepted_run_and_fetched(client: httpx.Client, inference_stack
     found = money(inference_stack, user)
     assert found["charges"] == {job["id"]: completion["usage"]["total_tokens"]}
     assert (found["live"], found["wrong"]) == (0, 0)
+
+
+def test_steering_that_is_refused_names_its_bytes(client: httpx.Client) -> None:
+    for tensor, key, counts in wrong_tensors():
+        layers = list(range(2 if tensor["shape"] == [2, 64] else 1))
+        vector = {"activations": tensor, "layer_indices": layers, "norm_match": True}
+        body = {**SHORT, "apply_steering_vectors": [vector]}
+        for answer in (client.post("completions", json=body), post_job(client, body)):
+            assert_named(answer, param=f"apply_steering_vectors.0.activations.{key}", counts=counts)
 
 
 def test_a_job_is_taken_at_once_by_a_worker_that_is_idle(client: httpx.Client) -> None:
