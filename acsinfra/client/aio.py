@@ -1,20 +1,27 @@
-"""The client for asyncio: Completions and Jobs, many at once. Its harvests are the sync client's."""
+"""The client for asyncio: Completions, Jobs and harvests, many at once."""
 
 import asyncio
-import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import httpx
 
-from acsinfra.client import calls
-from acsinfra.client.calls import CompletionOptions, Prompt
-from acsinfra.client.client import ANSWER_SECONDS, PATIENCE_SECONDS
+from acsinfra.client import calls, steps
+from acsinfra.client.calls import CompletionOptions, HarvestOptions, Prompt
+from acsinfra.client.client import ANSWER_SECONDS, PATIENCE_SECONDS, Client
 from acsinfra.client.connection import Call, Server, send_async
-from acsinfra.client.errors import CONNECTION_FAILED, STILL_WAITING, AcsError
-from acsinfra.client.models import Budget, Completion, CompletionChunk, CompletionJob, Json, Model
+from acsinfra.client.models import Budget, Completion, CompletionChunk, CompletionJob, HarvestJob, Model
+from acsinfra.client.steps import Steps
+
+if TYPE_CHECKING:
+    from acsinfra.client.folder import Harvest
+
+# How long a look at the jobs of a harvest may wait, and so how soon its thread notices that nobody waits for it.
+POLL_SECONDS: Final = 3
 
 
 class AsyncClient:
@@ -30,6 +37,7 @@ class AsyncClient:
     ) -> None:
         self._server = Server.of(base_url, api_key)
         self._http = httpx.AsyncClient(**self._server.options(timeout_s))
+        self._timeout_s = timeout_s
         self.patience_s = patience_s
 
     async def __aenter__(self) -> Self:
@@ -47,6 +55,8 @@ class AsyncClient:
         """Close its connections."""
         await self._http.aclose()
 
+    # Completions
+
     async def complete(
         self,
         prompt: Prompt,
@@ -57,8 +67,7 @@ class AsyncClient:
         **options: Unpack[CompletionOptions],
     ) -> Completion:
         """Complete a prompt or a list of them, as `Client.complete`."""
-        call = calls.completion(model, prompt, options, steering_vectors, idempotency_key=idempotency_key)
-        return Completion.from_json(await self._json(call))
+        return await self._take(steps.complete(prompt, model, steering_vectors, idempotency_key, options))
 
     async def stream(
         self,
@@ -71,22 +80,25 @@ class AsyncClient:
         """Complete a prompt, and yield what comes as it comes."""
         call = calls.completion(model, prompt, options, steering_vectors, stream=True)
         answer = await send_async(self._http, call, patience_s=self.patience_s, stream=True)
-        try:
-            async for line in answer.aiter_lines():
-                if (chunk := calls.chunk_of_line(line)) is not None:
-                    yield chunk
-        except httpx.TransportError as failure:
-            raise AcsError(f"The stream broke off: {failure}", code=CONNECTION_FAILED) from failure
-        finally:
-            await answer.aclose()
+        async with aclosing(answer):
+            with calls.stream_breaks_are_told():
+                async for line in answer.aiter_lines():
+                    if (chunk := calls.chunk_of_line(line)) is not None:
+                        yield chunk
 
     async def models(self) -> list[Model]:
         """The Base models."""
-        return [Model.from_json(raw) for raw in (await self._json(calls.get("models")))["data"]]
+        return await self._take(steps.models())
+
+    async def model(self, model: str) -> Model:
+        """One Base model."""
+        return await self._take(steps.model(model))
 
     async def budget(self) -> Budget:
         """The tokens of this month."""
-        return Budget.from_json(await self._json(calls.get("budget")))
+        return await self._take(steps.budget())
+
+    # Jobs
 
     async def submit_job(
         self,
@@ -98,33 +110,116 @@ class AsyncClient:
         **options: Unpack[CompletionOptions],
     ) -> CompletionJob:
         """Have a Completion run on the server, as `Client.submit_job`."""
-        key = idempotency_key or f"acs-{uuid.uuid4()}"
-        call = calls.completion_job(model, prompt, options, steering_vectors, idempotency_key=key)
-        return CompletionJob.from_json(await self._json(call))
+        return await self._take(steps.submit_job(prompt, model, steering_vectors, idempotency_key, options))
 
     async def job(self, job_id: str) -> CompletionJob:
         """A Job as it is now."""
-        return CompletionJob.from_json(await self._json(calls.get(calls.one("completion-jobs", job_id))))
+        return await self._take(steps.job(job_id))
+
+    async def jobs(
+        self, *, status: str | None = None, model: str | None = None, limit: int = 20
+    ) -> list[CompletionJob]:
+        """The newest Jobs, at most `limit`."""
+        return await self._take(steps.jobs(status, model, limit))
 
     async def cancel_job(self, job_id: str) -> CompletionJob:
         """Cancel a Job; one that has ended stays as it is."""
-        return CompletionJob.from_json(await self._json(calls.post(calls.one("completion-jobs", job_id, "cancel"))))
+        return await self._take(steps.cancel_job(job_id))
+
+    async def job_result(self, job_id: str) -> Completion:
+        """The Completion of a Job that has succeeded. Raises the error that its Completion had."""
+        return await self._take(steps.job_result(job_id))
 
     async def wait_for_job(self, job_id: str, *, timeout_s: float | None = None) -> Completion:
         """Wait for a Job to end; its Completion. Raises its error, or `still_waiting` after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pause = 0.1
-        while not (job := await self.job(job_id)).is_ended:
-            if deadline is not None and time.monotonic() + pause > deadline:
-                raise AcsError(f"Job {job_id} is {job.status}.", code=STILL_WAITING, body=job.raw)
-            await asyncio.sleep(pause)
-            pause = min(2.0, pause * 1.5)
-        return Completion.from_json(await self._json(calls.get(calls.one("completion-jobs", job_id, "result"))))
+        return await self._take(steps.wait_for_job(job_id, timeout_s))
 
-    async def _json(self, call: Call) -> Json:
-        answer = await send_async(self._http, call, patience_s=self.patience_s)
+    # Harvest jobs
+
+    async def submit_harvest(
+        self,
+        prompts: Sequence[str],
+        *,
+        model: str,
+        idempotency_key: str | None = None,
+        **options: Unpack[HarvestOptions],
+    ) -> HarvestJob:
+        """Submit one Harvest job of at most 4,096 prompts; `harvest` takes corpora of any size."""
+        return await self._take(steps.submit_harvest(prompts, model, idempotency_key, options))
+
+    async def harvest_job(self, job_id: str, *, wait_s: int = 0) -> HarvestJob:
+        """A Harvest job as it is now, or as soon as its status changes within `wait_s` seconds (at most 60)."""
+        return await self._take(steps.harvest_job(job_id, wait_s))
+
+    async def harvest_jobs(
+        self, *, status: str | None = None, model: str | None = None, limit: int = 20
+    ) -> list[HarvestJob]:
+        """The newest Harvest jobs, at most `limit`."""
+        return await self._take(steps.harvest_jobs(status, model, limit))
+
+    async def cancel_harvest(self, job_id: str) -> HarvestJob:
+        """Cancel a Harvest job; one that has ended stays as it is."""
+        return await self._take(steps.cancel_harvest(job_id))
+
+    async def wait_for_harvest(self, job_id: str, *, timeout_s: float | None = None) -> HarvestJob:
+        """Wait for a Harvest job to be done. Raises `job_failed`, `job_cancelled`, or `still_waiting`."""
+        return await self._take(steps.wait_for_harvest(job_id, timeout_s))
+
+    async def harvest(
+        self, prompts: Sequence[str], out: str | Path, *, model: str, **options: Unpack[HarvestOptions]
+    ) -> "Harvest":
+        """Harvest a corpus of any size into the folder `out`, as `Client.harvest`, in a thread, and open it.
+
+        Cancelled, it submits and downloads nothing more; jobs that were submitted go on, and the same call with them.
+        """
+        from acsinfra.client.harvesting import HarvestRun
+
+        def run(client: Client, stop: threading.Event) -> None:
+            folder = Path(out)
+            HarvestRun(client, prompts, folder, model=model, options=options, poll_s=POLL_SECONDS, stop=stop).run()
+
+        return await self._open_after(run, out)
+
+    async def download_harvest(self, job_id: str, out: str | Path) -> "Harvest":
+        """Download the files of one done Harvest job into the folder `out`, in a thread, and open it."""
+        from acsinfra.client.harvesting import download_job
+
+        return await self._open_after(lambda client, stop: download_job(client, job_id, Path(out), stop=stop), out)
+
+    async def _open_after(self, work: Callable[[Client, threading.Event], None], out: str | Path) -> "Harvest":
+        """Write files with a `Client` in a thread, and open their folder. A cancel waits for the thread's end."""
+        from acsinfra.client.folder import open_harvest
+
+        stop = threading.Event()
+
+        def in_thread() -> "Harvest":
+            server = self._server
+            with Client(
+                server.base_url, server.api_key, timeout_s=self._timeout_s, patience_s=self.patience_s
+            ) as client:
+                work(client, stop)
+            return open_harvest(out)
+
+        thread = asyncio.ensure_future(asyncio.to_thread(in_thread))
         try:
-            body: Json = answer.json()
-        except ValueError as error:
-            raise AcsError("The answer is not JSON.", code="invalid_answer", status=answer.status_code) from error
-        return body
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            # Until it has ended, the folder is its own.
+            stop.set()
+            await asyncio.wait([thread])
+            raise
+
+    async def _take[Result](self, taken: Steps[Result]) -> Result:
+        """Send the calls and wait the pauses of a method."""
+        answer = None
+        while True:
+            try:
+                step = taken.send(answer)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            answer = None
+            if isinstance(step, Call):
+                answer = await send_async(self._http, step, patience_s=self.patience_s)
+            else:
+                await asyncio.sleep(step)

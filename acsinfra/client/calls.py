@@ -1,12 +1,15 @@
 """The requests of both clients, made without sending them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal, TypedDict
 from urllib.parse import quote
 
+import httpx
+
 from acsinfra.client.connection import Call
-from acsinfra.client.errors import AcsError, invalid_argument
+from acsinfra.client.errors import CONNECTION_FAILED, AcsError, invalid_argument
 from acsinfra.client.models import CompletionChunk, CompletionJob, HarvestJob
 from acsinfra.client.tensors import WireTensor
 
@@ -78,9 +81,7 @@ def completion(
     stream: bool = False,
 ) -> Call:
     """`POST /v1/completions`."""
-    body: dict[str, Any] = {"model": model, "prompt": prompt, **options}
-    if steering_vectors:
-        body["apply_steering_vectors"] = list(steering_vectors)
+    body = _completion_body(model, prompt, options, steering_vectors)
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     return Call(
@@ -101,9 +102,7 @@ def completion_job(
     idempotency_key: str,
 ) -> Call:
     """`POST /v1/completion-jobs`."""
-    body: dict[str, Any] = {"model": model, "prompt": prompt, **options}
-    if steering_vectors:
-        body["apply_steering_vectors"] = list(steering_vectors)
+    body = _completion_body(model, prompt, options, steering_vectors)
     headers = {IDEMPOTENCY_KEY: idempotency_key}
     return Call(method="POST", path="completion-jobs", content=as_json(body), headers=headers)
 
@@ -131,6 +130,15 @@ def one(folder: str, ident: str, *rest: str) -> str:
     return "/".join((folder, quote(ident, safe=""), *rest))
 
 
+@contextmanager
+def stream_breaks_are_told() -> Iterator[None]:
+    """A block that reads a stream: a connection that is lost meanwhile is AcsError (`connection_failed`)."""
+    try:
+        yield
+    except httpx.TransportError as failure:
+        raise AcsError(f"The stream broke off: {failure}", code=CONNECTION_FAILED) from failure
+
+
 def chunk_of_line(line: str) -> CompletionChunk | None:
     """A line of a stream; None for what carries nothing. Raises AcsError for an error frame."""
     if not line.startswith("data:") or (text := line[5:].strip()) == "[DONE]":
@@ -150,3 +158,12 @@ def require_success(job: HarvestJob | CompletionJob) -> None:
     if job.status in ("failed", "cancelled"):
         why = getattr(job, "error", None) or f"It ended {job.status}."
         raise AcsError(f"Job {job.id}: {why}", code=f"job_{job.status}", body=job.raw)
+
+
+def _completion_body(
+    model: str, prompt: Prompt, options: CompletionOptions, steering_vectors: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": model, "prompt": prompt, **options}
+    if steering_vectors:
+        body["apply_steering_vectors"] = list(steering_vectors)
+    return body

@@ -2,27 +2,19 @@
 
 import copy
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import httpx
 
-from acsinfra.client import calls
+from acsinfra.client import calls, steps
 from acsinfra.client.calls import CompletionOptions, HarvestOptions, Prompt
 from acsinfra.client.connection import Call, Server, send
-from acsinfra.client.errors import CONNECTION_FAILED, STILL_WAITING, AcsError
-from acsinfra.client.models import (
-    Budget,
-    Completion,
-    CompletionChunk,
-    CompletionJob,
-    HarvestJob,
-    Json,
-    Model,
-)
+from acsinfra.client.models import Budget, Completion, CompletionChunk, CompletionJob, HarvestJob, Model
+from acsinfra.client.steps import Steps
 
 if TYPE_CHECKING:
     from acsinfra.client.folder import Harvest
@@ -30,7 +22,6 @@ if TYPE_CHECKING:
 # The server gives up after 540 s; what comes later never comes.
 ANSWER_SECONDS = 600.0
 PATIENCE_SECONDS = 60.0
-LONGPOLL_HEADER = "X-Acs-Longpoll"
 
 
 class Client:
@@ -90,8 +81,7 @@ class Client:
         With an `idempotency_key` the server does the work once however often it is asked, and to its end also when this
         process goes away; without one, a lost connection is an error, as the work may have been done.
         """
-        call = calls.completion(model, prompt, options, steering_vectors, idempotency_key=idempotency_key)
-        return Completion.from_json(self._json(call))
+        return self._take(steps.complete(prompt, model, steering_vectors, idempotency_key, options))
 
     def stream(
         self,
@@ -104,26 +94,22 @@ class Client:
         """Complete a prompt, and yield what comes as it comes; closing the iterator stops the work on the server."""
         call = calls.completion(model, prompt, options, steering_vectors, stream=True)
         answer = send(self._http, call, patience_s=self.patience_s, stream=True)
-        try:
+        with closing(answer), calls.stream_breaks_are_told():
             for line in answer.iter_lines():
                 if (chunk := calls.chunk_of_line(line)) is not None:
                     yield chunk
-        except httpx.TransportError as failure:
-            raise AcsError(f"The stream broke off: {failure}", code=CONNECTION_FAILED) from failure
-        finally:
-            answer.close()
 
     def models(self) -> list[Model]:
         """The Base models."""
-        return [Model.from_json(raw) for raw in self._json(calls.get("models"))["data"]]
+        return self._take(steps.models())
 
     def model(self, model: str) -> Model:
         """One Base model."""
-        return Model.from_json(self._json(calls.get(calls.one("models", model))))
+        return self._take(steps.model(model))
 
     def budget(self) -> Budget:
         """The tokens of this month: the limit, used, held and what is left."""
-        return Budget.from_json(self._json(calls.get("budget")))
+        return self._take(steps.budget())
 
     # Jobs
 
@@ -137,39 +123,27 @@ class Client:
         **options: Unpack[CompletionOptions],
     ) -> CompletionJob:
         """Have a Completion run on the server. The same `idempotency_key` is the same Job; none makes a new one."""
-        key = idempotency_key or f"acs-{uuid.uuid4()}"
-        call = calls.completion_job(model, prompt, options, steering_vectors, idempotency_key=key)
-        return CompletionJob.from_json(self._json(call))
+        return self._take(steps.submit_job(prompt, model, steering_vectors, idempotency_key, options))
 
     def job(self, job_id: str) -> CompletionJob:
         """A Job as it is now."""
-        return CompletionJob.from_json(self._json(calls.get(calls.one("completion-jobs", job_id))))
+        return self._take(steps.job(job_id))
 
     def jobs(self, *, status: str | None = None, model: str | None = None, limit: int = 20) -> list[CompletionJob]:
         """The newest Jobs, at most `limit`."""
-        return list(map(CompletionJob.from_json, self._list("completion-jobs", "id", limit, status, model)))
+        return self._take(steps.jobs(status, model, limit))
 
     def cancel_job(self, job_id: str) -> CompletionJob:
         """Cancel a Job; one that has ended stays as it is."""
-        return CompletionJob.from_json(self._json(calls.post(calls.one("completion-jobs", job_id, "cancel"))))
+        return self._take(steps.cancel_job(job_id))
 
     def job_result(self, job_id: str) -> Completion:
         """The Completion of a Job that has succeeded. Raises the error that its Completion had."""
-        answer = self._send(calls.get(calls.one("completion-jobs", job_id, "result")))
-        if answer.status_code == 202:
-            raise AcsError(f"Job {job_id} has not ended.", code=STILL_WAITING, status=202, body=answer.json())
-        return Completion.from_json(answer.json())
+        return self._take(steps.job_result(job_id))
 
     def wait_for_job(self, job_id: str, *, timeout_s: float | None = None) -> Completion:
         """Wait for a Job to end; its Completion. Raises its error, or `still_waiting` after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        pause = 0.1
-        while not (job := self.job(job_id)).is_ended:
-            if deadline is not None and time.monotonic() + pause > deadline:
-                raise AcsError(f"Job {job_id} is {job.status}.", code=STILL_WAITING, body=job.raw)
-            time.sleep(pause)
-            pause = min(2.0, pause * 1.5)
-        return self.job_result(job_id)
+        return self._take(steps.wait_for_job(job_id, timeout_s))
 
     # Harvest jobs
 
@@ -182,38 +156,23 @@ class Client:
         **options: Unpack[HarvestOptions],
     ) -> HarvestJob:
         """Submit one Harvest job of at most 4,096 prompts; `harvest` takes corpora of any size."""
-        key = idempotency_key or f"acs-{uuid.uuid4()}"
-        return HarvestJob.from_json(self._json(calls.harvest(model, prompts, options, idempotency_key=key)))
+        return self._take(steps.submit_harvest(prompts, model, idempotency_key, options))
 
     def harvest_job(self, job_id: str, *, wait_s: int = 0) -> HarvestJob:
         """A Harvest job as it is now, or as soon as its status changes within `wait_s` seconds (at most 60)."""
-        wait = min(calls.WAIT_AT_MOST_SECONDS, wait_s) or None
-        answer = self._send(calls.get(calls.one("harvest", job_id), wait=wait))
-        job = HarvestJob.from_json(answer.json())
-        if answer.headers.get(LONGPOLL_HEADER) == "declined" and not job.is_ended:
-            # Too many of this key wait already: wait here, so that a loop of calls does not spin.
-            time.sleep(min(wait_s, float(answer.headers.get("Retry-After", 3))))
-        return job
+        return self._take(steps.harvest_job(job_id, wait_s))
 
     def harvest_jobs(self, *, status: str | None = None, model: str | None = None, limit: int = 20) -> list[HarvestJob]:
         """The newest Harvest jobs, at most `limit`."""
-        return list(map(HarvestJob.from_json, self._list("harvest", "job_id", limit, status, model)))
+        return self._take(steps.harvest_jobs(status, model, limit))
 
     def cancel_harvest(self, job_id: str) -> HarvestJob:
         """Cancel a Harvest job; one that has ended stays as it is."""
-        return HarvestJob.from_json(self._json(calls.post(calls.one("harvest", job_id, "cancel"))))
+        return self._take(steps.cancel_harvest(job_id))
 
     def wait_for_harvest(self, job_id: str, *, timeout_s: float | None = None) -> HarvestJob:
         """Wait for a Harvest job to be done. Raises `job_failed`, `job_cancelled`, or `still_waiting`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = calls.WAIT_AT_MOST_SECONDS if deadline is None else deadline - time.monotonic()
-            job = self.harvest_job(job_id, wait_s=max(0, min(calls.WAIT_AT_MOST_SECONDS, round(left))))
-            if job.is_ended:
-                calls.require_success(job)
-                return job
-            if deadline is not None and time.monotonic() >= deadline:
-                raise AcsError(f"Harvest job {job_id} is {job.status}.", code=STILL_WAITING, body=job.raw)
+        return self._take(steps.wait_for_harvest(job_id, timeout_s))
 
     def harvest(
         self, prompts: Sequence[str], out: str | Path, *, model: str, **options: Unpack[HarvestOptions]
@@ -237,26 +196,17 @@ class Client:
         download_job(self, job_id, Path(out))
         return open_harvest(out)
 
-    # How it is sent
-
-    def _send(self, call: Call) -> httpx.Response:
-        return send(self._http, call, patience_s=self.patience_s)
-
-    def _json(self, call: Call) -> Json:
-        answer = self._send(call)
-        try:
-            body: Json = answer.json()
-        except ValueError as error:
-            raise AcsError("The answer is not JSON.", code="invalid_answer", status=answer.status_code) from error
-        return body
-
-    def _list(self, path: str, id_key: str, limit: int, status: str | None, model: str | None) -> list[Json]:
-        found: list[Json] = []
-        while len(found) < limit:
-            after = found[-1][id_key] if found else None
-            size = min(100, limit - len(found))
-            page = self._json(calls.get(path, limit=size, after=after, status=status, model=model))
-            found += page["data"]
-            if not page["has_more"] or not page["data"]:
-                break
-        return found
+    def _take[Result](self, taken: Steps[Result]) -> Result:
+        """Send the calls and wait the pauses of a method."""
+        answer = None
+        while True:
+            try:
+                step = taken.send(answer)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            answer = None
+            if isinstance(step, Call):
+                answer = send(self._http, step, patience_s=self.patience_s)
+            else:
+                time.sleep(step)

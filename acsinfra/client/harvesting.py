@@ -1,6 +1,7 @@
 """A harvest of a corpus of any size: submitted as jobs, waited for, downloaded, and gone on with after any stop."""
 
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from filelock import FileLock, Timeout
 from acsinfra.client import run_state
 from acsinfra.client.calls import HarvestOptions
 from acsinfra.client.corpus import PROMPTS_AT_MOST, Caps, check_prompt, may_be_split
-from acsinfra.client.errors import HARVEST_INCOMPLETE, AcsError, invalid_argument
+from acsinfra.client.errors import HARVEST_INCOMPLETE, STILL_WAITING, AcsError, invalid_argument
 from acsinfra.client.job_files import Downloads
 from acsinfra.client.models import HarvestJob
 from acsinfra.client.run_state import Part, RunState
@@ -35,7 +36,7 @@ class HarvestRun:
     `job_size` bounds the prompts of a job, `n_connections` the downloads at once, `poll_s` how long a look at the jobs
     may wait for a change, `patience_s` how long a server, a runner or a connection may be away. A failed job is
     submitted anew at the next `run`; a cancelled one only with `retry_cancelled`, as it was charged. `resubmit`: send
-    again what was sent more than a day ago without an answer.
+    again what was sent more than a day ago without an answer. `stop`, once set, ends it within `poll_s`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class HarvestRun:
         statistics_only: bool = False,
         retry_cancelled: bool = False,
         resubmit: bool = False,
+        stop: threading.Event | None = None,
     ) -> None:
         if not prompts:
             raise invalid_argument("There are no prompts.", param="prompts")
@@ -74,6 +76,7 @@ class HarvestRun:
         self._statistics_only = statistics_only
         self._retry_cancelled = retry_cancelled
         self._resubmit = resubmit
+        self._stop = stop or threading.Event()
         self._submit_at = 0.0
         self._refusal: AcsError | None = None
         self._without_runner_since: float | None = None
@@ -99,6 +102,7 @@ class HarvestRun:
         self._watcher.planned(self._state)
         with Downloads(self._client, self._watcher, self._n_connections) as downloads:
             while True:
+                require_not_stopped(self._stop)
                 self._submit_what_fits()
                 self._begin_downloads(downloads)
                 if not self._has_work(downloads):
@@ -237,12 +241,21 @@ class HarvestRun:
             )
 
 
-def download_job(client: "Client", job_id: str, out: Path, *, watcher: Watcher | None = None) -> None:
+def download_job(
+    client: "Client", job_id: str, out: Path, *, watcher: Watcher | None = None, stop: threading.Event | None = None
+) -> None:
     """Download the files of one done job into `out`; what is there already is not fetched again. Raises AcsError."""
     out.mkdir(parents=True, exist_ok=True)
     with Downloads(client, watcher or Watcher(), 8) as downloads:
         downloads.begin(job_id, out, statistics_only=False, part=Part(0, 0, ""))
         while downloads.is_busy:
+            require_not_stopped(stop)
             for _, error in downloads.finished(wait_s=1.0):
                 if error is not None:
                     raise error
+
+
+def require_not_stopped(stop: threading.Event | None) -> None:
+    """Raise AcsError (`still_waiting`) once nobody waits for a harvest any more."""
+    if stop is not None and stop.is_set():
+        raise AcsError("The harvest was stopped; the same call goes on with it.", code=STILL_WAITING)

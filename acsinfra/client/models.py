@@ -1,9 +1,9 @@
 """What the API answers, as typed objects. `raw` is the answer's JSON as it came, with every field."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from acsinfra.client.errors import INVALID_ANSWER, AcsError
 from acsinfra.client.tensors import Array, decode_tensor
@@ -16,46 +16,67 @@ JOB_ENDS: Final = frozenset({"succeeded", "failed", "cancelled"})
 
 
 @dataclass(frozen=True)
-class Choice:
+class Answer:
+    """What all answers share: `from_json` takes each field from the key of its name, but for what `read` says."""
+
+    raw: Json = field(repr=False, kw_only=True)
+    KIND: ClassVar[str]
+
+    @classmethod
+    def from_json(cls, raw: Json) -> Self:
+        """Read it. Raises AcsError (`invalid_answer`)."""
+        try:
+            taken = cls.read(raw)
+            for one in fields(cls):
+                if one.name not in taken:
+                    taken[one.name] = raw if one.name == "raw" else raw[one.name]
+            return cls(**taken)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise AcsError(f"The answer is not {cls.KIND}.", code=INVALID_ANSWER) from error
+
+    @classmethod
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """The fields that are not a key of the answer, or may be missing there."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Choice(Answer):
     """One of the texts of a Completion; `raw` has its logprobs and token ids where they were asked for."""
+
+    KIND = "a choice of a Completion"
 
     index: int
     text: str
     finish_reason: str | None
-    raw: Json = field(repr=False)
 
     @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it."""
-        return cls(raw["index"], raw["text"], raw.get("finish_reason"), raw)
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """The reason comes with a stream's last chunk alone."""
+        return {"finish_reason": raw.get("finish_reason")}
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(Answer):
     """An answer of `POST /v1/completions`. `model` is the checkpoint's name."""
+
+    KIND = "a Completion"
 
     id: str
     model: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
     completion_tokens: int
-    raw: Json = field(repr=False)
 
     @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it. Raises AcsError (`invalid_answer`)."""
-        with_usage = raw.get("usage") or {}
-        try:
-            return cls(
-                id=raw["id"],
-                model=raw["model"],
-                choices=tuple(map(Choice.from_json, raw["choices"])),
-                prompt_tokens=with_usage.get("prompt_tokens", 0),
-                completion_tokens=with_usage.get("completion_tokens", 0),
-                raw=raw,
-            )
-        except (KeyError, TypeError) as error:
-            raise AcsError("The answer is not a Completion.", code=INVALID_ANSWER) from error
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """The choices, and the tokens as far as the answer counts them."""
+        usage = raw.get("usage") or {}
+        return {
+            "choices": tuple(map(Choice.from_json, raw["choices"])),
+            "prompt_tokens": usage.get("prompt_tokens", 0),
+            "completion_tokens": usage.get("completion_tokens", 0),
+        }
 
     @property
     def text(self) -> str:
@@ -74,17 +95,18 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class CompletionChunk:
+class CompletionChunk(Answer):
     """A part of a streamed Completion: what one or more choices gained. `usage` comes with the last, when asked for."""
+
+    KIND = "a part of a Completion"
 
     choices: tuple[Choice, ...]
     usage: Json | None
-    raw: Json = field(repr=False)
 
     @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it."""
-        return cls(tuple(map(Choice.from_json, raw.get("choices") or ())), raw.get("usage"), raw)
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """Both may be missing."""
+        return {"choices": tuple(map(Choice.from_json, raw.get("choices") or ())), "usage": raw.get("usage")}
 
     @property
     def text(self) -> str:
@@ -93,8 +115,10 @@ class CompletionChunk:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Answer):
     """A Base model and what requests may ask of it."""
+
+    KIND = "a Base model"
 
     id: str
     served_model_name: str
@@ -103,65 +127,38 @@ class Model:
     n_layers: int
     hidden_size: int
     has_harvest: bool
-    raw: Json = field(repr=False)
 
     @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it. Raises AcsError (`invalid_answer`)."""
-        try:
-            can = raw["capabilities"]
-            return cls(
-                id=raw["id"],
-                served_model_name=raw["served_model_name"],
-                status=raw["status"],
-                max_model_len=can["max_model_len"],
-                n_layers=can["n_layers"],
-                hidden_size=can["hidden_size"],
-                has_harvest=can["harvest"],
-                raw=raw,
-            )
-        except (KeyError, TypeError) as error:
-            raise AcsError("The answer is not a Base model.", code=INVALID_ANSWER) from error
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """What is among its capabilities."""
+        can = raw["capabilities"]
+        named = {name: can[name] for name in ("max_model_len", "n_layers", "hidden_size")}
+        return {**named, "has_harvest": can["harvest"]}
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Answer):
     """The User's tokens of this month; `raw` has each API key's part too."""
+
+    KIND = "a Budget"
 
     limit: int
     used: int
     held: int
     remaining: int
     period_end: str
-    raw: Json = field(repr=False)
-
-    @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it. Raises AcsError (`invalid_answer`)."""
-        try:
-            figures = (raw["limit"], raw["used"], raw["held"], raw["remaining"], raw["period_end"])
-        except (KeyError, TypeError) as error:
-            raise AcsError("The answer is not a Budget.", code=INVALID_ANSWER) from error
-        return cls(*figures, raw)
 
 
 @dataclass(frozen=True)
-class CompletionJob:
+class CompletionJob(Answer):
     """A Completion that runs on the server."""
+
+    KIND = "a Job"
 
     id: str
     model: str
     status: JobStatus
     request_id: str
-    raw: Json = field(repr=False)
-
-    @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it. Raises AcsError (`invalid_answer`)."""
-        try:
-            return cls(raw["id"], raw["model"], raw["status"], raw["request_id"], raw)
-        except (KeyError, TypeError) as error:
-            raise AcsError("The answer is not a Job.", code=INVALID_ANSWER) from error
 
     @property
     def is_ended(self) -> bool:
@@ -170,8 +167,10 @@ class CompletionJob:
 
 
 @dataclass(frozen=True)
-class HarvestJob:
+class HarvestJob(Answer):
     """A Harvest job. `result` has the links of a done one; each answer makes new links, which need no key."""
+
+    KIND = "a Harvest job"
 
     id: str
     model: str
@@ -181,25 +180,11 @@ class HarvestJob:
     tokens: int | None
     layers: tuple[int, ...]
     error: str | None
-    raw: Json = field(repr=False)
 
     @classmethod
-    def from_json(cls, raw: Json) -> Self:
-        """Read it. Raises AcsError (`invalid_answer`)."""
-        try:
-            return cls(
-                id=raw["job_id"],
-                model=raw["model"],
-                status=raw["status"],
-                n_prompts=raw["n_prompts"],
-                reserved_tokens=raw["reserved_tokens"],
-                tokens=raw["tokens"],
-                layers=tuple(raw["layers"]),
-                error=raw.get("error"),
-                raw=raw,
-            )
-        except (KeyError, TypeError) as error:
-            raise AcsError("The answer is not a Harvest job.", code=INVALID_ANSWER) from error
+    def read(cls, raw: Json) -> dict[str, Any]:
+        """The id has another name in the answer, and only a failed one has an error."""
+        return {"id": raw["job_id"], "layers": tuple(raw["layers"]), "error": raw.get("error")}
 
     @property
     def is_ended(self) -> bool:

@@ -1,17 +1,19 @@
 """`acs harvest` against the real API, runner and files: split, waited for, downloaded, and gone on with."""
 
+import asyncio
 import hashlib
 import json
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from acsinfra.client import AcsError, Client, HarvestJob, open_harvest
+from acsinfra.client import AcsError, AsyncClient, Client, Harvest, HarvestJob, open_harvest
 from acsinfra.client.harvesting import HarvestRun
 from acsinfra.client.watcher import Watcher
 from tests.acsinfra.client.conftest import client_of, command_of, prompts
@@ -103,6 +105,48 @@ def test_killed_wherever_it_is_the_same_command_goes_on_and_each_job_is_charged_
     assert used_tokens(harvest_stack, user) == 2 * charged
     with client_of(harvest_stack, user) as client:
         assert len(client.harvest_jobs(limit=100)) == 6
+
+
+def test_directions_of_a_file_give_projections_of_what_the_async_client_harvests(
+    harvest_stack: Stack, corpus: Path, tmp_path: Path
+) -> None:
+    user = harvest_stack.new_user()
+    directions = np.random.default_rng(7).normal(0, 30, (5, 64)).astype(np.float32)
+    np.save(tmp_path / "probes.npy", directions)
+    arguments = ("harvest", corpus, "--model", "tiny", "--layers", "1,3", "--job-size", "12")
+    out = tmp_path / "projected"
+    summary = command_of(harvest_stack, user).json(*arguments, "--project-onto", tmp_path / "probes.npy", "--out", out)
+    assert (summary["contents"], summary["layers"], len(summary["jobs"])) == ("projections", [1, 3], 2)
+
+    async def read_unprojected() -> tuple[Harvest, Harvest]:
+        async with AsyncClient(f"{harvest_stack.base_url}/v1", user.key) as client:
+            submit = partial(client.submit_harvest, prompts(23), model="tiny", layers=[1, 3], idempotency_key="one")
+            job, same = await asyncio.gather(submit(), submit())
+            assert job.id == same.id
+            done = await client.wait_for_harvest(job.id, timeout_s=120)
+            assert (done.status, (await client.cancel_harvest(job.id)).status) == ("done", "done")
+            assert [one.id for one in await client.harvest_jobs(limit=1)] == [job.id]
+            one_job = await client.download_harvest(job.id, tmp_path / "one job")
+            harvest = partial(client.harvest, prompts(23), tmp_path / "corpus", model="tiny", layers=[1, 3])
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(harvest(), timeout=0.2)
+            return one_job, await harvest()
+
+    one_job, whole = asyncio.run(read_unprojected())
+    projected = open_harvest(out)
+    assert (projected.contents, len(projected), len(whole)) == ("projections", 23, 23)
+    # Cancelled and called again, it was charged once.
+    assert used_tokens(harvest_stack, user) == 3 * projected.n_tokens
+    exact = directions.astype(np.float64)
+    exact /= np.linalg.norm(exact, axis=1, keepdims=True)
+    for prompt in projected:
+        stream = whole.prompt(prompt.index).values.astype(np.float64)
+        assert np.allclose(one_job.prompt(prompt.index).values, stream, rtol=1e-5, atol=1e-5)
+        assert prompt.values.dtype == np.float32
+        assert prompt.values.shape == (2, len(prompt.token_ids), 5)
+        # Of the vector's length, as a component may be near zero.
+        bound = 1e-5 * np.linalg.norm(stream, axis=2, keepdims=True)
+        assert (np.abs(prompt.values - stream @ exact.T) <= bound).all()
 
 
 def _has_submitted(out: Path) -> bool:
