@@ -2,10 +2,11 @@
 
 from typing import Any, Final
 
-from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse
+from drf_spectacular.utils import OpenApiParameter
+from rest_framework.fields import empty
 
 from acsinfra.core.errors import ErrorCode
-from acsinfra.core.schema import documented, page_parameters, response_header
+from acsinfra.core.schema import WorkSchema, response_header
 from harvest.models import HarvestJob
 from harvest.serializers import HarvestJobListSerializer, HarvestJobSerializer, HarvestRequestSerializer
 from inference.schema import HIDDEN_SIZE, MODEL, idempotency_parameter, tensor_example
@@ -59,27 +60,14 @@ DONE: Final = PENDING | {
 CANCELLED: Final = PENDING | {"status": "cancelled", "tokens": 0, "completed_at": "2026-11-03T09:30:00.500+00:00"}
 
 
-def _answer(description: str, **examples: dict[str, Any]) -> OpenApiResponse:
-    return OpenApiResponse(
-        HarvestJobSerializer,
-        description=description,
-        examples=[OpenApiExample(name, value=value) for name, value in examples.items()],
-    )
-
-
-CREATE_HARVEST = documented(
+HARVEST: Final = WorkSchema(tag=TAG, noun="job", serializer=HarvestJobSerializer, page=HarvestJobListSerializer)
+CREATE_HARVEST = HARVEST.documented_submit(
     operation_id="create_harvest",
-    tag=TAG,
     request=HarvestRequestSerializer,
-    parameters=[
-        idempotency_parameter("A retry with the same key and request gets the same job and is charged once."),
-        response_header(
-            "Location", 202, description="The path of the job.", schema={"type": "string", "format": "uri-reference"}
-        ),
-    ],
+    parameters=[idempotency_parameter("A retry with the same key and request gets the same job and is charged once.")],
     responses={
-        202: _answer("The new job.", pending=PENDING),
-        200: _answer("The job that this Idempotency-Key made, as it is now.", done=DONE),
+        202: HARVEST.answer("The new job.", pending=PENDING),
+        200: HARVEST.answer("The job that this Idempotency-Key made, as it is now.", done=DONE),
     },
     errors=[
         ErrorCode.MODEL_NOT_FOUND,
@@ -94,21 +82,12 @@ CREATE_HARVEST = documented(
     ],
     examples=REQUESTS,
 )
-LIST_HARVESTS = documented(
-    operation_id="list_harvests",
-    tag=TAG,
-    parameters=page_parameters("job", HarvestJob.Status.values),
-    responses={
-        200: OpenApiResponse(
-            HarvestJobListSerializer,
-            description="A page of Harvest jobs.",
-            examples=[OpenApiExample("jobs", value={"object": "list", "data": [CANCELLED], "has_more": False})],
-        )
-    },
+LIST_HARVESTS = HARVEST.documented_list(
+    operation_id="list_harvests", statuses=HarvestJob.Status.values, example=CANCELLED
 )
-GET_HARVEST = documented(
+GET_HARVEST = HARVEST.documented_get(
     operation_id="get_harvest",
-    tag=TAG,
+    answer=HARVEST.answer("The job as it is now.", running=RUNNING, done=DONE),
     parameters=[
         OpenApiParameter(
             "wait",
@@ -129,19 +108,7 @@ GET_HARVEST = documented(
             schema={"type": "integer", "minimum": 1},
         ),
     ],
-    responses={200: _answer("The job as it is now.", running=RUNNING, done=DONE)},
-    errors=[ErrorCode.NOT_FOUND],
 )
-DELETE_HARVEST = documented(
-    operation_id="delete_harvest",
-    tag=TAG,
-    responses={200: _answer("The job as it is now.", cancelled=CANCELLED)},
-    errors=[ErrorCode.NOT_FOUND, ErrorCode.REQUEST_TOO_LARGE],
-)
-CANCEL_HARVEST = documented(
-    operation_id="cancel_harvest",
-    tag=TAG,
-    request=None,
-    responses={200: _answer("The job as it is now.", cancelled=CANCELLED)},
-    errors=[ErrorCode.NOT_FOUND, ErrorCode.REQUEST_TOO_LARGE],
-)
+# A DELETE has no body to describe.
+DELETE_HARVEST = HARVEST.documented_cancel(operation_id="delete_harvest", example=CANCELLED, request=empty)
+CANCEL_HARVEST = HARVEST.documented_cancel(operation_id="cancel_harvest", example=CANCELLED)

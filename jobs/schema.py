@@ -6,7 +6,7 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse
 
 from acsinfra.core.errors import ErrorCode
-from acsinfra.core.schema import documented, page_parameters, response_header
+from acsinfra.core.schema import WorkSchema, documented
 from inference.answer_serializers import CompletionSerializer
 from inference.schema import ANSWERS, OF_THE_ENGINE, OF_THE_FIELDS, REQUESTS, idempotency_parameter
 from jobs.models import CompletionJob
@@ -43,27 +43,16 @@ SUCCEEDED: Final = QUEUED | {
 CANCELLED: Final = SUCCEEDED | {"status": "cancelled", "cancel_requested": True, "started_at": None}
 
 
-def _answer(description: str, **examples: dict[str, Any]) -> OpenApiResponse:
-    return OpenApiResponse(
-        CompletionJobSerializer,
-        description=description,
-        examples=[OpenApiExample(name, value=value) for name, value in examples.items()],
-    )
-
-
-CREATE_JOB = documented(
+JOB: Final = WorkSchema(tag=TAG, noun="Job", serializer=CompletionJobSerializer, page=CompletionJobListSerializer)
+CREATE_JOB = JOB.documented_submit(
     operation_id="create_completion_job",
-    tag=TAG,
     request=CompletionJobRequestSerializer,
     parameters=[
-        idempotency_parameter("Sent again with the same request, it is the same Job, charged once.", required=True),
-        response_header(
-            "Location", 202, description="The path of the Job.", schema={"type": "string", "format": "uri-reference"}
-        ),
+        idempotency_parameter("Sent again with the same request, it is the same Job, charged once.", required=True)
     ],
     responses={
-        202: _answer("The new Job.", queued=QUEUED),
-        200: _answer("The Job that this Idempotency-Key made, as it is now.", succeeded=SUCCEEDED),
+        202: JOB.answer("The new Job.", queued=QUEUED),
+        200: JOB.answer("The Job that this Idempotency-Key made, as it is now.", succeeded=SUCCEEDED),
     },
     errors=[
         *OF_THE_FIELDS,
@@ -74,24 +63,10 @@ CREATE_JOB = documented(
     ],
     examples={name: REQUESTS[name] for name in ("text", "activations")},
 )
-LIST_JOBS = documented(
-    operation_id="list_completion_jobs",
-    tag=TAG,
-    parameters=page_parameters("Job", CompletionJob.Status.values),
-    responses={
-        200: OpenApiResponse(
-            CompletionJobListSerializer,
-            description="A page of Jobs.",
-            examples=[OpenApiExample("jobs", value={"object": "list", "data": [SUCCEEDED], "has_more": False})],
-        )
-    },
+LIST_JOBS = JOB.documented_list(
+    operation_id="list_completion_jobs", statuses=CompletionJob.Status.values, example=SUCCEEDED
 )
-GET_JOB = documented(
-    operation_id="get_completion_job",
-    tag=TAG,
-    responses={200: _answer("The Job.", succeeded=SUCCEEDED)},
-    errors=[ErrorCode.NOT_FOUND],
-)
+GET_JOB = JOB.documented_get(operation_id="get_completion_job", answer=JOB.answer("The Job.", succeeded=SUCCEEDED))
 GET_RESULT = documented(
     operation_id="get_completion_job_result",
     tag=TAG,
@@ -110,7 +85,7 @@ GET_RESULT = documented(
             description="The Completion.",
             examples=[OpenApiExample("text", value=ANSWERS["text"])],
         ),
-        202: _answer("The Job, which has not ended.", queued=QUEUED),
+        202: JOB.answer("The Job, which has not ended.", queued=QUEUED),
     },
     errors=[
         ErrorCode.NOT_FOUND,
@@ -122,10 +97,4 @@ GET_RESULT = documented(
         *OF_THE_ENGINE,
     ],
 )
-CANCEL_JOB = documented(
-    operation_id="cancel_completion_job",
-    tag=TAG,
-    request=None,
-    responses={200: _answer("The Job as it is now.", cancelled=CANCELLED)},
-    errors=[ErrorCode.NOT_FOUND, ErrorCode.REQUEST_TOO_LARGE],
-)
+CANCEL_JOB = JOB.documented_cancel(operation_id="cancel_completion_job", example=CANCELLED)

@@ -8,12 +8,14 @@ is its own. The errors and their examples are in `acsinfra.core.schema_errors`, 
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from drf_spectacular.extensions import OpenApiSerializerFieldExtension
 from drf_spectacular.openapi import AutoSchema
-from drf_spectacular.utils import OpenApiExample, OpenApiParameter, extend_schema
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse, extend_schema
 from rest_framework.fields import empty
+from rest_framework.serializers import Serializer
 
 from acsinfra.core.errors import ErrorCode
 from acsinfra.core.fields import INT64_MAX, INT64_MIN, StrictCharField, StrictSerializer
@@ -88,6 +90,78 @@ def page_parameters(noun: str, statuses: Sequence[str]) -> list[OpenApiParameter
         OpenApiParameter("status", str, enum=list(statuses)),
         OpenApiParameter("model", {"type": "string", "pattern": NO_NUL}, description=f"Only {noun}s of this model."),
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkSchema:
+    """What the routes of one kind of work share: it is submitted, listed, read and cancelled.
+
+    `noun` is what the texts call it; `page` is the serializer of a list of `serializer`'s objects.
+    """
+
+    tag: str
+    noun: str
+    serializer: type[Serializer[Any]]
+    page: type[Serializer[Any]]
+
+    def answer(self, description: str, **examples: dict[str, Any]) -> OpenApiResponse:
+        """An answer with the work, and examples of it by their names."""
+        return _answer(self.serializer, description, examples)
+
+    def documented_submit(
+        self, *, parameters: Sequence[OpenApiParameter], responses: Mapping[Any, Any], **more: Any
+    ) -> Callable[..., Any]:
+        """The decorator of the POST, whose 202 says in `Location` where the work is."""
+        location = response_header(
+            "Location",
+            202,
+            description=f"The path of the {self.noun}.",
+            schema={"type": "string", "format": "uri-reference"},
+        )
+        return documented(tag=self.tag, parameters=[*parameters, location], responses=responses, **more)
+
+    def documented_list(
+        self, *, operation_id: str, statuses: Sequence[str], example: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """The decorator of the list; `example` is the one object of its example."""
+        page = {"object": "list", "data": [example], "has_more": False}
+        return documented(
+            operation_id=operation_id,
+            tag=self.tag,
+            parameters=page_parameters(self.noun, statuses),
+            responses={200: _answer(self.page, f"A page of {self.noun}s.", {f"{self.noun.lower()}s": page})},
+        )
+
+    def documented_get(
+        self, *, operation_id: str, answer: OpenApiResponse, parameters: Sequence[OpenApiParameter] = ()
+    ) -> Callable[..., Any]:
+        """The decorator of the GET of one."""
+        return documented(
+            operation_id=operation_id,
+            tag=self.tag,
+            parameters=parameters,
+            responses={200: answer},
+            errors=[ErrorCode.NOT_FOUND],
+        )
+
+    def documented_cancel(
+        self, *, operation_id: str, example: dict[str, Any], request: Any = None
+    ) -> Callable[..., Any]:
+        """The decorator of a route that cancels."""
+        return documented(
+            operation_id=operation_id,
+            tag=self.tag,
+            request=request,
+            responses={200: self.answer(f"The {self.noun} as it is now.", cancelled=example)},
+            errors=[ErrorCode.NOT_FOUND, ErrorCode.REQUEST_TOO_LARGE],
+        )
+
+
+def _answer(
+    serializer: type[Serializer[Any]], description: str, examples: Mapping[str, dict[str, Any]]
+) -> OpenApiResponse:
+    shown = [OpenApiExample(name, value=value) for name, value in examples.items()]
+    return OpenApiResponse(serializer, description=description, examples=shown)
 
 
 class ApiSchema(AutoSchema):
