@@ -87,14 +87,17 @@ def test_layers_ascend_repeats_are_read_once_and_each_is_its_own(harvest_stack: 
 
 
 def test_without_special_tokens_only_a_text_that_begins_with_bos_has_it_left_out(
-    harvest_stack: Stack, tokenizer: Tokenizer, bos: int
+    harvest_stack: Stack, tokenizer: Tokenizer, bos: int, reference: ReferenceModel
 ) -> None:
-    texts = ["<s>The sky is blue", "The grass is not", "<s>"]
+    texts = ["<s>The sky is blue", "The grass is not", "<s>", "H"]
     job = submit(harvest_stack, prompts=texts, add_special_tokens=False)
     harvest = download(wait_for(harvest_stack, job["job_id"]))
     for index, text in enumerate(texts):
         assert harvest.ids[index] == tokenizer.encode(text, add_special_tokens=False).ids
-    assert [harvest.ids[index][0] == bos for index in range(3)] == [True, False, True]
+        stream = reference.read(harvest.ids[index]).stream
+        assert np.abs(harvest.values[index] - stream).max() <= 1e-4 * np.abs(stream).max()
+    assert [len(harvest.ids[index]) for index in (2, 3)] == [1, 1]
+    assert [harvest.ids[index][0] == bos for index in range(4)] == [True, False, True, False]
     assert harvest.manifest["add_special_tokens"] is False
     assert_statistics(harvest, bos=bos)
 
