@@ -90,7 +90,7 @@ def test_without_special_tokens_only_a_text_that_begins_with_bos_has_it_left_out
     harvest_stack: Stack, tokenizer: Tokenizer, bos: int, reference: ReferenceModel
 ) -> None:
     texts = ["<s>The sky is blue", "The grass is not", "<s>", "H"]
-    job = submit(harvest_stack, prompts=texts, add_special_tokens=False)
+    job = submit(harvest_stack, prompts=texts, layers="all", add_special_tokens=False)
     harvest = download(wait_for(harvest_stack, job["job_id"]))
     for index, text in enumerate(texts):
         assert harvest.ids[index] == tokenizer.encode(text, add_special_tokens=False).ids
