@@ -155,8 +155,7 @@ LOGOUT_REDIRECT_URL = "/app/sign-in"
 USE_TZ = True
 TIME_ZONE = "UTC"
 USE_I18N = False
-# For the admin; the App's pages say theirs.
-DATE_FORMAT, DATETIME_FORMAT = "Y-m-d", "Y-m-d H:i:s"
+FORMAT_MODULE_PATH = ["acsinfra.formats"]
 STATIC_URL = "/static/"
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_AUTOREFRESH = False
