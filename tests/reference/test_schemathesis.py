@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference.unsayable_rules import is_unsayable
 from tests.stack import Stack
 
 HERE = Path(__file__).resolve().parent
@@ -41,29 +40,6 @@ def test_no_check_fails_on_what_the_document_allows_or_forbids(inference_stack: 
     generated = re.search(r"([\d,]+) generated", summary)
     assert generated is not None, summary
     assert int(generated[1].replace(",", "")) > 60
-
-
-@pytest.mark.parametrize(
-    ("code", "param", "message", "is_excused"),
-    [
-        ("invalid_request", "best_of", "best_of must be null or equal to n (2): vLLM dropped best_of.", True),
-        ("invalid_request", "prompt.3.0", "prompt.3.0 is token id 70000, and the vocabulary's ids are 0 to 511.", True),
-        ("model_not_found", "model", "The model 'x' does not exist here.", True),
-        # The rule of another field, a rule and more, a fault that the schema says, a code at another field.
-        ("invalid_request", "n", "n must be null or equal to n (2): vLLM dropped best_of.", False),
-        ("invalid_request", "best_of", "best_of must be null or equal to n (2): vLLM dropped best_of. Past it.", False),
-        ("invalid_request", "max_tokens", "max_tokens must be at least 0 and at most 32,000.", False),
-        ("invalid_request", "stream", "stream is not a known field.", False),
-        ("invalid_request", None, "The body must be a JSON object.", False),
-        ("model_not_found", "prompt", "The model 'x' does not exist here.", False),
-        ("bad_json", "best_of", "best_of must be null or equal to n (2): vLLM dropped best_of.", False),
-    ],
-)
-def test_only_a_rule_that_no_schema_can_say_is_excused(
-    code: str, param: str | None, message: str, is_excused: bool
-) -> None:
-    error = {"code": code, "param": param, "message": message}
-    assert is_unsayable(error, path="/v1/completions") is is_excused
 
 
 @pytest.mark.long

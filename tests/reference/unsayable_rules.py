@@ -18,7 +18,10 @@ NAMED: Final = {
 }
 _N: Final = r"[\d,]+"
 _MODEL: Final = r"[\w.-]+"
-_SHAPE: Final = r"\([\d, ]+\)"
+_SHAPE: Final = r"[(\[][\d, ]+[)\]]"
+# What a tensor's refusal says of its bytes, and its end.
+_TAKES: Final = rf"(, and shape {_SHAPE} of \w+ takes {_N})?"
+_END: Final = rf"( \(data has {_N} bytes( of zstd)?{_TAKES}\))?\."
 _VECTOR: Final = r"apply_steering_vectors\.\d+"
 _TENSOR: Final = rf"({_VECTOR}\.activations|project_onto)"
 _LAST: Final = r"must be at most -?[\d,]+: the last position that goes through the model"
@@ -49,21 +52,21 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
     r"output_residual_stream\.\d+": (rf"is {_N}, and {_MODEL} has layers 0 to {_N}\.",),
     r"stream": (r"must be false: a Job's result is fetched when it is there\.",),
     r"Idempotency-Key": (r"is not taken with stream\.",),
-    rf"{_TENSOR}\.original_dtype": (r"must be torch\.\w+ with dtype \w+\.",),
+    rf"{_TENSOR}\.original_dtype": (rf"must be torch\.\w+ with dtype \w+{_END}",),
     rf"{_TENSOR}\.data": (
-        rf"is not base64 of {_N} bytes, which is what the shape takes\.",
-        rf"has {_N} bytes, and shape {_SHAPE} of \w+ takes {_N}\.",
+        rf"is not base64: it has {_N} characters{_TAKES}\.",
+        rf"has {_N} bytes{_TAKES}\.",
         rf"holds a value that is not finite, among its {_N} bytes\.",
-        rf"decompresses to more than the shape's {_N} bytes\.",
-        rf"is not (one whole zstd frame|zstd) of the shape's {_N} bytes\.",
+        rf"decompresses to more: its {_N} bytes of zstd hold over {_N}{_TAKES}\.",
+        rf"is not (one whole zstd frame|zstd): it has {_N} bytes{_TAKES}\.",
     ),
-    rf"{_VECTOR}\.activations\.data": (r"holds a zero vector, which norm_match can't scale\.",),
+    rf"{_VECTOR}\.activations\.data": (rf"holds a zero vector, which norm_match can't scale{_END}",),
     rf"{_VECTOR}\.activations\.shape": (
-        r"must be \(layers, hidden\) or \(layers, positions, hidden\)\.",
-        rf"has {_N} layers, and layer_indices has {_N}\.",
-        rf"has {_N} positions, and position_indices has {_N}\.",
-        rf"ends in {_N}, and the hidden size of {_MODEL} is {_N}\.",
-        rf"asks for more than {_N} MiB in all vectors of the request\.",
+        rf"must be \(layers, hidden\) or \(layers, positions, hidden\){_END}",
+        rf"has {_N} layers, and layer_indices has {_N}{_END}",
+        rf"has {_N} positions, and position_indices has {_N}{_END}",
+        rf"ends in {_N}, and the hidden size of {_MODEL} is {_N}{_END}",
+        rf"asks for more than {_N} bytes in all vectors up to this: {_N}{_END}",
     ),
     rf"{_VECTOR}\.layer_indices\.\d+": (rf"must be under {_N}: {_MODEL} has layers 0 to {_N}\.",),
     rf"{_VECTOR}\.position_indices": (r"is required with a tensor of 3 axes\.", r"needs a tensor of 3 axes\."),
@@ -71,7 +74,7 @@ _RULES: Final[dict[str, tuple[str, ...]]] = {
     rf"{_VECTOR}\.position_spans": (r"excludes position_indices\.", r"needs a tensor of 2 axes\."),
     rf"{_VECTOR}\.position_spans\.\d+": (r"must start before it ends\.", r"overlaps another span\."),
     rf"{_VECTOR}\.position_spans\.\d+\.1": (rf"{_LAST}, plus one\.",),
-    r"project_onto\.shape": (rf"must be \[1 to {_N} directions, {_N} hidden\], not {_SHAPE} \({_N} bytes\)\.",),
+    r"project_onto\.shape": (rf"must be \[1 to {_N} directions, {_N} hidden\], not {_SHAPE}{_END}",),
     r"project_onto\.data": (rf"holds only zeros in the {_N} bytes of direction {_N}, which has no length to scale\.",),
     r"layers\.\d+": (rf"is {_N}; the model has {_N} layers, 0 to {_N}\.",),
     r"after": (r"is not the id of one of your (Job|Harvest job)s\.",),
