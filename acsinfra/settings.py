@@ -119,7 +119,7 @@ if DATABASE_URL:
     named = env.db_url_config(DATABASE_URL)
     # Short times: a request must not wait long for a database that is away.
     pool = {"min_size": 0, "max_size": env.int("DATABASE_POOL_SIZE", default=8), "timeout": 4, "reconnect_timeout": 4}
-    options = {"connect_timeout": 4, **named.get("OPTIONS", {}), "pool": pool}
+    options = {"connect_timeout": 5, **named.get("OPTIONS", {}), "pool": pool}
     DATABASES["default"] = {**named, "CONN_MAX_AGE": 0, "OPTIONS": options}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 

@@ -1,15 +1,21 @@
-"""A way to a server that a test can cut: connections through it die, and new ones are refused until it is mended."""
+"""A way to a server that a test can cut: connections through it die, and new ones are refused until it is mended.
+
+It can be slow, too: what is sent over a new connection takes a while to arrive.
+"""
 
 import contextlib
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class TcpProxy:
-    """Listens on `port` and passes bytes to and from `127.0.0.1:target_port`."""
+    """Listens on `port` and passes bytes to and from `127.0.0.1:target_port`, `slow_seconds` after connecting."""
+
+    slow_seconds = 0.0
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -46,7 +52,8 @@ class TcpProxy:
                             _close(far)
                             return
                         self._pairs.append((near, far))
-                    threading.Thread(target=_pass_on, args=(near, far), daemon=True).start()
+                    arguments = (near, far, self.slow_seconds)
+                    threading.Thread(target=_pass_on, args=arguments, daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
 
@@ -57,7 +64,8 @@ def _close(end: socket.socket) -> None:
     end.close()
 
 
-def _pass_on(near: socket.socket, far: socket.socket) -> None:
+def _pass_on(near: socket.socket, far: socket.socket, slow_seconds: float) -> None:
+    time.sleep(slow_seconds)
     with contextlib.suppress(OSError, ValueError), selectors.DefaultSelector() as selector:
         selector.register(near, selectors.EVENT_READ, far)
         selector.register(far, selectors.EVENT_READ, near)

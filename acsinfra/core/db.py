@@ -19,14 +19,14 @@ import psycopg
 from django.db import InterfaceError, OperationalError, connections
 from psycopg import AsyncConnection
 from psycopg.abc import Params
-from psycopg_pool import AsyncConnectionPool, PoolTimeout
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 POOL_SIZE = (2, 8)
 # A database that is away must show within seconds: waiting for a connection, connecting, and a dead network.
 GET_CONNECTION_SECONDS = 3.0
-# A burst of requests is no outage: it waits its turn for this long.
+CONNECT_SECONDS = 5
+# A burst of requests, or a busy machine on which connecting takes its time, is no outage: it is waited for this long.
 TURN_SECONDS = 30.0
-CONNECT_SECONDS = 3
 DEAD_NETWORK_MS = 5_000
 STATEMENT_MS = 10_000
 
@@ -34,7 +34,11 @@ type Row = tuple[Any, ...]
 
 
 class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
-    """A pool that tells a burst of steps, which take turns, from a database that is away, which ends their wait."""
+    """A pool that tells a burst of steps, which take turns, from a database that is away, which ends their wait.
+
+    Away is a database to which connecting failed. That no connection came in time says nothing by itself: a process
+    that just started opens its first ones while its first requests keep a busy machine from doing so.
+    """
 
     def __init__(self, **options: Any) -> None:
         """Make a pool; `max_size` steps have their turn at once."""
@@ -62,6 +66,22 @@ class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
             raise
         finally:
             self._turns.release()
+
+    async def getconn(self, timeout: float | None = None) -> AsyncConnection[Row]:  # noqa: ASYNC109 (as above)
+        """A connection, waited for while connecting is under way. Raises PoolTimeout once that has failed."""
+        give_up_at = time.monotonic() + TURN_SECONDS
+        while True:
+            failures = _failures(self)
+            try:
+                return await super().getconn(timeout)
+            except PoolTimeout:
+                if _failures(self) > failures or time.monotonic() >= give_up_at:
+                    raise
+
+
+def _failures(pool: "AsyncConnectionPool[Any] | ConnectionPool[Any]") -> int:
+    """How often connecting has failed in this pool."""
+    return pool.get_stats().get("connections_errors", 0)
 
 
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Pool] = WeakKeyDictionary()
@@ -142,6 +162,7 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
 
     def run() -> R:
         try:
+            _take_connection()
             return context.run(step, *args, **kwargs)
         except (OperationalError, InterfaceError):
             drop_dead_connections()
@@ -150,6 +171,22 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
             connections.close_all()
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), run)
+
+
+def _take_connection() -> None:
+    """Take this thread's connection of the ORM's pool, waited for as `Pool.getconn` does."""
+    orm: Any = connections["default"]
+    give_up_at = time.monotonic() + TURN_SECONDS
+    while True:
+        failures = _failures(orm.pool)
+        try:
+            orm.ensure_connection()
+        except OperationalError as error:
+            is_slow = isinstance(error.__cause__, PoolTimeout) and _failures(orm.pool) == failures
+            if not is_slow or time.monotonic() >= give_up_at:
+                raise
+        else:
+            return
 
 
 def drop_dead_connections() -> None:

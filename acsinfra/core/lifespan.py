@@ -11,7 +11,7 @@ import structlog
 from asgiref.typing import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, Scope
 
 from acsinfra.core.courier import close_shared_courier
-from acsinfra.core.db import close_async_pool
+from acsinfra.core.db import async_pool, close_async_pool
 
 logger = structlog.get_logger(__name__)
 
@@ -43,6 +43,8 @@ class Lifespan:
             stack.push_async_callback(close_async_pool)
             stack.push_async_callback(close_shared_courier)
             try:
+                # Begins to connect, so that the first requests find connections; a database may come later.
+                await async_pool()
                 for opener in _openers:
                     await stack.enter_async_context(opener())
             except Exception as error:

@@ -65,6 +65,33 @@ async def test_a_burst_waits_its_turn_longer_than_for_a_database_that_is_away(mo
     await db.close_async_pool()
 
 
+async def test_a_burst_that_finds_no_connection_yet_waits_for_the_first(
+    proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that just started on a busy machine: connecting takes longer than a database that is away may."""
+    monkeypatch.setattr(db, "GET_CONNECTION_SECONDS", 0.2)
+    proxy.slow_seconds = 0.7
+    rows = await asyncio.gather(*(db.fetch_one("SELECT 7") for _ in range(64)))
+    assert rows == [(7,)] * 64
+    await db.close_async_pool()
+
+
+async def test_a_burst_of_steps_of_the_orm_waits_for_its_first_connection(
+    proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = connections["default"].settings_dict
+    options = {**settings["OPTIONS"], "pool": {**settings["OPTIONS"]["pool"], "timeout": 0.2}}
+    monkeypatch.setitem(settings, "OPTIONS", options)
+    proxy.slow_seconds = 0.7
+    made = await asyncio.to_thread(make_user)
+    orm_connection.close_pool()  # type: ignore[attr-defined]
+    try:
+        users = await asyncio.gather(*(db.database_step(User.objects.get, pk=made.pk) for _ in range(64)))
+    finally:
+        orm_connection.close_pool()  # type: ignore[attr-defined]
+    assert users == [made] * 64
+
+
 async def test_those_who_wait_behind_a_database_that_is_away_fail_with_it(proxy: TcpProxy, pool: db.Pool) -> None:
     proxy.cut()
     started = time.monotonic()
