@@ -51,6 +51,16 @@ async def open_connection(connection: Connection) -> None:
     await connection.connect()  # type: ignore[no-untyped-call]
 
 
+async def _open(connection: Connection) -> None:
+    """Connect; a server that refuses the URL's user or database is as good as away, until an operator mends that."""
+    try:
+        await open_connection(connection)
+    except LOST:
+        raise
+    except RedisError as error:
+        raise RedisConnectionError(str(error)) from error
+
+
 class _Command:
     __slots__ = ("answer", "arguments", "give_up_at", "size")
 
@@ -147,7 +157,7 @@ class Courier:
             return []
         connection = self._connection
         if not connection.is_connected:
-            await open_connection(connection)
+            await _open(connection)
             self.connected_at = time.monotonic()
         packed = [part for command in batch for part in connection.pack_command(*command.arguments)]
         await connection.send_packed_command(b"".join(packed), check_health=False)

@@ -168,6 +168,14 @@ def _away() -> tuple[type[Exception], ...]:
     )
 
 
+# How a Redis begins its answer that takes no writes for the moment: its disk is full, or its replicas are gone.
+_REFUSALS = ("MISCONF", "NOREPLICAS")
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(_REFUSALS)
+
+
 def api_error_of(error: Exception) -> ApiError:
     """The answer to `error`: an ApiError itself, what DRF and Django raise, a part that is away, else a logged 500."""
     match error:
@@ -187,7 +195,7 @@ def api_error_of(error: Exception) -> ApiError:
             return invalid("The request is malformed.")
         case drf.APIException() if error.status_code < 500:
             return error_of_status(error.status_code)
-    if isinstance(error, _away()):
+    if isinstance(error, _away()) or _is_refusal(error):
         logger.error("a part is away", error_type=type(error).__name__, exc_info=error)
         return service_unavailable()
     logger.error("unexpected error", exc_info=error)

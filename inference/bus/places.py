@@ -6,7 +6,10 @@ API process through its reply stream.
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, field
+
+from redis.exceptions import RedisError
 
 from acsinfra.core.courier import Courier
 from acsinfra.core.errors import ApiError, ErrorCode
@@ -123,6 +126,7 @@ class Places:
         self._process = process
         self._courier = courier
         self._waiting: dict[str, Place] = {}
+        self._refused: list[Place] = []
         self._looks = 0
 
     async def claim(self, *, key: str, request_id: str, at_once: int, queued: int) -> Place:
@@ -157,13 +161,24 @@ class Places:
     def release(self, place: Place) -> None:
         """Give the place back, or leave the line; the next in line gets it."""
         self._waiting.pop(place.request_id, None)
-        self._courier.post("EVAL", RELEASE, 4, *place.redis_keys(), place.member, place.at_once)
+        script = ("EVAL", RELEASE, 4, *place.redis_keys(), place.member, place.at_once)
+
+        def hear(answer: asyncio.Future[object]) -> None:
+            # A Redis whose disk is full refuses it. Left so, the key would lack a place while this process lives.
+            if isinstance(answer.exception(), RedisError):
+                self._refused.append(place)
+
+        self._courier.ask(*script, patience=math.inf).add_done_callback(hear)
 
     async def look_again(self) -> None:
         """Ask how things stand: a process that died holds no place, and no word may be lost.
 
-        One of each key asks every time, which frees the places of the dead; all that wait, now and then.
+        One of each key asks every time, which frees the places of the dead; all that wait, now and then. What Redis
+        refused to take back is given back again.
         """
+        refused, self._refused = self._refused, []
+        for place in refused:
+            self.release(place)
         self._looks += 1
         waiting = list(self._waiting.values())
         if self._looks % ALL_ASK_EVERY:

@@ -5,12 +5,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Any
 
 import msgspec
-import structlog
 
-from acsinfra.core.courier import LOST, RETRY_SECONDS, Courier, make_connection, open_connection
+from acsinfra.core.courier import Courier
 from inference.bus import keys
 from inference.bus.frames import (
     CREDIT_EVERY,
@@ -25,10 +24,8 @@ from inference.bus.frames import (
     decode_batch,
     encode_control,
 )
+from inference.bus.stream_reader import BLOCK_MS, StreamReader
 
-logger = structlog.get_logger(__name__)
-
-BLOCK_MS = 2000
 READ_ENTRIES = 64
 CONTROL_LENGTH = 10_000
 
@@ -110,7 +107,7 @@ class Inbox:
         return bool(self._frames) and isinstance(self._frames[0], Chunk)
 
 
-class ReplyReader:
+class ReplyReader(StreamReader):
     """Reads this API process's reply stream on a connection of its own, and trims what it has read."""
 
     def __init__(
@@ -122,58 +119,32 @@ class ReplyReader:
         grant_place: Callable[[str], None],
         renew: Callable[[], None],
     ) -> None:
-        self._connection = make_connection(url)
-        self._stream = keys.replies(process)
         self._inboxes = inboxes
         self._grant_place = grant_place
         self._renew = renew
-        self._last_id = "0"
         self._numbers: dict[str, int] = {}
         self.connected_at = 0.0
-        self._task = asyncio.create_task(self._run(), name="reply-reader")
+        super().__init__(url=url, stream=keys.replies(process), task_name="reply-reader")
 
-    async def close(self) -> None:
-        """Stop reading."""
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        await self._connection.disconnect(nowait=True)
+    async def open(self) -> None:
+        """Begin with all that is there."""
+        self.last_id = self.last_id or "0"
+        self._renew()
+        self.connected_at = time.monotonic()
 
-    async def _run(self) -> None:
-        failures = 0
-        while True:
-            try:
-                if not self._connection.is_connected:
-                    await open_connection(self._connection)
-                    self._renew()
-                    self.connected_at = time.monotonic()
-                entries = await self._read()
-                failures = 0
-            except LOST:
-                await self._connection.disconnect(nowait=True)
-                await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
-                failures += 1
-                continue
-            for entry in entries:
-                self._hand_out(entry)
-
-    async def _read(self) -> list[list[bytes]]:
-        """The fields of the entries that are new; those read before are trimmed in the same round trip."""
-        connection = self._connection
-        trim = connection.pack_command("XTRIM", self._stream, "MINID", "=", _after(self._last_id))
+    async def read(self) -> Any:
+        """The entries that are new; those read before are trimmed in the same round trip."""
+        connection = self.connection
+        trim = connection.pack_command("XTRIM", self.stream, "MINID", "=", _after(self.last_id))
         read = connection.pack_command(
-            "XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._stream, self._last_id
+            "XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self.stream, self.last_id
         )
         await connection.send_packed_command(b"".join([*trim, *read]), check_health=False)
         await connection.read_response(disable_decoding=True)
-        answer = await connection.read_response(disable_decoding=True)
-        if not answer:
-            return []
-        entries = answer[0][1]
-        self._last_id = entries[-1][0].decode()
-        return [fields for _, fields in entries if fields]
+        return await connection.read_response(disable_decoding=True)
 
-    def _hand_out(self, fields: list[bytes]) -> None:
+    def take(self, fields: list[bytes]) -> None:
+        """Hand a place or the frames of an answer to the request that waits for it."""
         kind, content = fields[0], fields[1]
         if kind == b"place":
             self._grant_place(content.decode())

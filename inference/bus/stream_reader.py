@@ -1,0 +1,83 @@
+"""A connection of one's own that reads a stream of Redis for ever, whatever becomes of Redis meanwhile."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Any, Final
+
+import structlog
+from redis.exceptions import RedisError
+
+from acsinfra.core.courier import LOST, RETRY_SECONDS, make_connection, open_connection
+
+logger = structlog.get_logger(__name__)
+
+BLOCK_MS: Final = 2000
+
+
+class StreamReader(ABC):
+    """Gives each entry of `stream` to `take`, until it is closed. What it begins with, its kind says in `open`.
+
+    A Redis that is away, or that refuses what it is asked (its disk is full, say), is asked again; an entry that cannot
+    be read (of another version of this code) is logged and passed over.
+    """
+
+    def __init__(self, *, url: str, stream: str, task_name: str) -> None:
+        self.connection = make_connection(url)
+        self.stream = stream
+        self.last_id = ""
+        self._task = asyncio.create_task(self._run(), name=task_name)
+
+    async def close(self) -> None:
+        """Stop reading."""
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await self.connection.disconnect(nowait=True)
+
+    @abstractmethod
+    async def open(self) -> None:
+        """The connection is new: set `last_id` where it is empty. Raises RedisError."""
+
+    @abstractmethod
+    async def read(self) -> Any:
+        """Wait for entries after `last_id`; XREAD's answer, None where none came. Raises RedisError."""
+
+    @abstractmethod
+    def take(self, fields: list[bytes]) -> None:
+        """Take in the fields of an entry."""
+
+    async def ask(self, *arguments: str | int) -> Any:
+        """The answer to one command. Raises RedisError."""
+        await self.connection.send_command(*arguments, check_health=False)
+        return await self.connection.read_response(disable_decoding=True)
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            try:
+                if not self.connection.is_connected:
+                    await open_connection(self.connection)
+                    await self.open()
+                answer = await self.read()
+                failures = 0
+            except (*LOST, RedisError) as error:
+                # Where it was refused, other answers may be on their way still.
+                await self.connection.disconnect(nowait=True)
+                if failures == 0:
+                    logger.warning("The broker is away; a stream waits for it.", stream=self.stream, error=str(error))
+                await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+                failures += 1
+                continue
+            if answer:
+                self._take_all(answer[0][1])
+
+    def _take_all(self, entries: list[tuple[bytes, list[bytes]]]) -> None:
+        self.last_id = entries[-1][0].decode()
+        for _, fields in entries:
+            if not fields:
+                continue
+            try:
+                self.take(fields)
+            except Exception:
+                logger.exception("An entry of a stream could not be read.", stream=self.stream)
