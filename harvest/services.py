@@ -20,7 +20,7 @@ from acsinfra.celery import app
 from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.idempotency import IdempotentRequest, bind_work, free_work
 from acsinfra.core.ids import new_uuid7
-from acsinfra.core.leases import LeaseLostError, lock_expired, lock_leased, put_back
+from acsinfra.core.leases import LeaseLostError, each_locked, expired, lock_leased, put_back
 from acsinfra.core.shared_folder import record_storage_folder
 from acsinfra.core.storage import StoredObject, get_storage
 from budgets.models import Hold, WorkKind
@@ -44,6 +44,7 @@ LOOK = "harvest.look"
 LOOK_SECONDS = 60
 TRIES_AT_MOST = 3
 SETBACKS_AT_MOST = 30
+SWEEP_BATCH = 100
 NO_RUNNER = "No runner is there for {model}."
 RUNNER_DUE_AFTER_GRACE = timedelta(seconds=10)
 RUNNER_STOPPED = f"The runner stopped while it ran this job, {TRIES_AT_MOST} times."
@@ -258,12 +259,12 @@ def hand_back(*, job_id: uuid.UUID, owner: uuid.UUID, because_storage_is_away: b
 
 def end_expired_leases() -> int:
     """Put jobs whose runner has gone silent back in line, or fail them at their third time; returns how many."""
-    with transaction.atomic():
-        jobs = lock_expired(HarvestJob, at_most=100)
-        for job in jobs:
-            logger.warning("harvest lease ran out", job_id=str(job.id), tries=job.tries + 1)
-            _count_try(job, RUNNER_STOPPED)
-    return len(jobs)
+
+    def end(job: HarvestJob) -> None:
+        logger.warning("harvest lease ran out", job_id=str(job.id), tries=job.tries + 1)
+        _count_try(job, RUNNER_STOPPED)
+
+    return each_locked(expired(HarvestJob), end, at_most=SWEEP_BATCH)
 
 
 def end_graces() -> int:
@@ -271,15 +272,15 @@ def end_graces() -> int:
 
     A runner is there now: the job is taken in. None is: it fails, with 0 tokens.
     """
-    with transaction.atomic():
-        late = HarvestJob.objects.filter(runner_due_at__lt=Now(), status=HarvestJob.Status.PENDING)
-        jobs = list(late.select_for_update(skip_locked=True, of=("self",))[:100])
-        for job in jobs:
-            if job.started_at is not None or has_runner(job.base_model_id):
-                take_in(job_id=job.pk)
-            else:
-                _fail_unavailable(job, NO_RUNNER.format(model=job.model))
-    return len(jobs)
+
+    def decide(job: HarvestJob) -> None:
+        if job.started_at is not None or has_runner(job.base_model_id):
+            take_in(job_id=job.pk)
+        else:
+            _fail_unavailable(job, NO_RUNNER.format(model=job.model))
+
+    late = HarvestJob.objects.filter(runner_due_at__lt=Now(), status=HarvestJob.Status.PENDING)
+    return each_locked(late, decide, at_most=SWEEP_BATCH)
 
 
 def end_orphaned_harvest_holds() -> SweepCount:
@@ -303,14 +304,14 @@ def fail_untaken() -> int:
         HarvestJob.objects.filter(status=HarvestJob.Status.PENDING).update(waiting_since=Now())
         return 0
     hours = settings.HARVEST_PENDING_AT_MOST.total_seconds() / 3600
-    with transaction.atomic():
-        late = HarvestJob.objects.filter(
-            status=HarvestJob.Status.PENDING, waiting_since__lt=Now() - settings.HARVEST_PENDING_AT_MOST
-        )
-        jobs = list(late.select_for_update(skip_locked=True, of=("self",))[:100])
-        for job in jobs:
-            _end(job, HarvestJob.Status.FAILED, tokens=0, error=f"No runner took this job within {hours:g} hours.")
-    return len(jobs)
+    late = HarvestJob.objects.filter(
+        status=HarvestJob.Status.PENDING, waiting_since__lt=Now() - settings.HARVEST_PENDING_AT_MOST
+    )
+
+    def end(job: HarvestJob) -> None:
+        _end(job, HarvestJob.Status.FAILED, tokens=0, error=f"No runner took this job within {hours:g} hours.")
+
+    return each_locked(late, end, at_most=SWEEP_BATCH)
 
 
 def delete_files(*, job_id: uuid.UUID) -> HarvestJob:
@@ -334,7 +335,7 @@ def delete_old_files() -> int:
     ended = HarvestJob.objects.filter(
         completed_at__lt=Now() - settings.HARVEST_FILES_KEPT, files_deleted_at__isnull=True
     )
-    ids = list(ended.order_by("completed_at").values_list("pk", flat=True)[:100])
+    ids = list(ended.order_by("completed_at").values_list("pk", flat=True)[:SWEEP_BATCH])
     for job_id in ids:
         delete_files(job_id=job_id)
     return len(ids)
@@ -348,7 +349,7 @@ def let_go_of_files(job: HarvestJob, *, after: timedelta = timedelta(0)) -> None
 def delete_unneeded_files() -> int:
     """Delete from storage what `let_go_of_files` named; returns how many prefixes. Raises StorageError."""
     storage = get_storage()
-    due = list(FilesToDelete.objects.filter(not_before__lte=Now()).order_by("not_before")[:100])
+    due = list(FilesToDelete.objects.filter(not_before__lte=Now()).order_by("not_before")[:SWEEP_BATCH])
     for files in due:
         storage.delete_prefix(files.prefix)
         files.delete()

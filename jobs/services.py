@@ -2,7 +2,7 @@
 
 import functools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, LiteralString
@@ -13,7 +13,6 @@ import zstandard
 from django.conf import settings
 from django.db import IntegrityError, connection, transaction
 from django.db.backends.utils import CursorWrapper
-from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.utils import timezone
 from kombu.exceptions import OperationalError
@@ -24,7 +23,7 @@ from acsinfra.celery import app
 from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
 from acsinfra.core.idempotency import IdempotentRequest, bind_work
 from acsinfra.core.ids import new_uuid7
-from acsinfra.core.leases import put_back
+from acsinfra.core.leases import each_locked, expired, put_back
 from acsinfra.core.renderers import render_json
 from acsinfra.core.shared_folder import record_storage_folder
 from budgets.models import WorkKind
@@ -300,7 +299,7 @@ def end_expired_leases() -> int:
         logger.warning("job lease ran out", job_id=str(job.pk), tries=job.tries + 1)
         count_try(job)
 
-    return _each(CompletionJob.objects.filter(status=CompletionJob.Status.RUNNING, lease_expires_at__lt=Now()), end)
+    return each_locked(expired(CompletionJob), end, at_most=SWEEP_BATCH)
 
 
 def end_forgotten_cancels() -> int:
@@ -309,13 +308,21 @@ def end_forgotten_cancels() -> int:
     asked = CompletionJob.objects.filter(
         status=CompletionJob.Status.RUNNING, cancel_requested_at__isnull=False, cancel_requested_at__lt=asked_before
     )
-    return _each(asked, lambda job: end_job(job, CompletionJob.Status.CANCELLED, tokens=job.counted_tokens))
+
+    def end(job: CompletionJob) -> None:
+        end_job(job, CompletionJob.Status.CANCELLED, tokens=job.counted_tokens)
+
+    return each_locked(asked, end, at_most=SWEEP_BATCH)
 
 
 def fail_jobs_of_switched_off_models() -> int:
     """Fail Jobs that wait for a model that was switched off, with `400 model_not_found`; returns how many."""
     waiting = CompletionJob.objects.filter(status=CompletionJob.Status.QUEUED, base_model__is_enabled=False)
-    return _each(waiting, lambda job: fail_job(job, model_not_found(job.model), tokens=job.counted_tokens))
+
+    def end(job: CompletionJob) -> None:
+        fail_job(job, model_not_found(job.model), tokens=job.counted_tokens)
+
+    return each_locked(waiting, end, at_most=SWEEP_BATCH)
 
 
 def erase_expired_results() -> int:
@@ -357,18 +364,3 @@ def end_orphaned_job_holds() -> SweepCount:
     return end_orphaned_holds(
         kind=WorkKind.JOB, find_living=holds_of_living_jobs, taken_before=timezone.now() - ORPHAN_AGE
     )
-
-
-def _each(jobs: QuerySet[CompletionJob], end: Callable[[CompletionJob], None]) -> int:
-    """`end` each of some `jobs`, locked, in a transaction of its own; those that another holds are left out.
-
-    One transaction for all would hold the Budgets of several Users, and two sweeps could wait for each other.
-    """
-    ended = 0
-    for pk in list(jobs.order_by().values_list("pk", flat=True)[:SWEEP_BATCH]):
-        with transaction.atomic():
-            job = jobs.filter(pk=pk).select_for_update(skip_locked=True, of=("self",)).first()
-            if job is not None:
-                end(job)
-                ended += 1
-    return ended

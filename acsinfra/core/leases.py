@@ -6,6 +6,7 @@ late ones change nothing.
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -214,10 +215,26 @@ def lock_leased[Work: LeasedWork](work: type[Work], *, pk: uuid.UUID, owner: uui
     return row
 
 
-def lock_expired[Work: LeasedWork](work: type[Work], *, at_most: int) -> list[Work]:
-    """Running rows whose lease ran out, locked until the transaction ends; rows that others lock are left out."""
-    expired = work._default_manager.filter(status=work.RUNNING, lease_expires_at__lt=Now())
-    return list(expired.select_for_update(skip_locked=True, of=("self",)).order_by("lease_expires_at")[:at_most])
+def expired[Work: LeasedWork](work: type[Work]) -> models.QuerySet[Work]:
+    """Running rows whose lease ran out."""
+    return work._default_manager.filter(status=work.RUNNING, lease_expires_at__lt=Now())
+
+
+def each_locked[Work: models.Model](rows: models.QuerySet[Work], act: Callable[[Work], None], *, at_most: int) -> int:
+    """`act` on some of `rows`, each locked in a transaction of its own; returns how many.
+
+    Rows that others lock, or that have changed meanwhile, are left out: so two may do this at once. One transaction for
+    all would hold the Budgets of several Users, and two could wait for each other.
+    """
+    done = 0
+    # In whatever order: a sorting of so few could make PostgreSQL walk a long table by its primary key.
+    for pk in list(rows.order_by().values_list("pk", flat=True)[:at_most]):
+        with transaction.atomic():
+            row = rows.order_by().filter(pk=pk).select_for_update(skip_locked=True, of=("self",)).first()
+            if row is not None:
+                act(row)
+                done += 1
+    return done
 
 
 def put_back(row: LeasedWork, *, setback: bool = False, after: timedelta | None = None) -> None:

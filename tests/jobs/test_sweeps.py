@@ -67,8 +67,7 @@ def test_a_sweep_puts_jobs_back_and_says_look_where_an_engine_serves(
     assert messages(looks) == []
     mark_live(engine=register_engine(model=model, kind=Engine.Kind.INFERENCE))
     tasks.sweep()
-    # Once two came, with tests of other files in between, and why is not known. Messages are hints: more do no harm.
-    assert set(messages(looks)) == {services.LOOK}
+    assert messages(looks) == [services.LOOK]
 
 
 def test_expired_results_go_with_their_files(user: User, key: ApiKey, model: BaseModel) -> None:
