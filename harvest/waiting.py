@@ -82,12 +82,13 @@ async def take_place(key: str, *, seconds: int, at_once: int) -> AsyncGenerator[
     place, name = secrets.token_hex(8), f"acs:harvest-waits:{key}"
     expiry = seconds + GRACE_SECONDS
     try:
-        is_taken = await courier.ask("EVAL", _CLAIM, 1, name, place, at_once, expiry, patience=1.0) == 1
-    except (BrokerAway, RedisError):
-        is_taken = False
-    try:
+        try:
+            is_taken = await courier.ask("EVAL", _CLAIM, 1, name, place, at_once, expiry, patience=1.0) == 1
+        except (BrokerAway, RedisError):
+            is_taken = False
         yield is_taken
     finally:
+        # Also where the client went away while it was asked for.
         courier.post("ZREM", name, place, patience=GRACE_SECONDS)
 
 

@@ -76,6 +76,8 @@ class LeaseKeeper:
                 if time.monotonic() - self._renewed_at > 0.9 * settings.LEASE.total_seconds():
                     self.is_lost = True
         finally:
+            # Whatever ended it: a lease that nobody renews is another's soon.
+            self.is_lost = self.is_lost or not self._ended.is_set()
             connections.close_all()
 
     def _look(self) -> None:

@@ -96,11 +96,12 @@ class ShardUploads:
                     self._fault is not None or self._waiting_bytes + size <= BYTES_AT_MOST or not self._waiting_bytes
                 )
             )
+            self.waited_s += time.monotonic() - began
+            self._raise_fault()
             self._waiting_bytes += size
+            # Together, or the thread could end the step before it in between, and find itself idle.
             self._is_idle = False
-        self.waited_s += time.monotonic() - began
-        self._raise_fault()
-        self._steps.put((step, size))
+            self._steps.put((step, size))
 
     def _raise_fault(self) -> None:
         if self._fault is not None:

@@ -101,6 +101,9 @@ class Registration:
         except DatabaseError as error:
             logger.warning("The database is away; the registration waits for it.", error=str(error))
             return False
+        except Exception:
+            # The heartbeats must go on.
+            logger.exception("The registration could not be changed.")
         finally:
             connections.close_all()
         return True

@@ -1,5 +1,6 @@
 """The routes of Harvest jobs over HTTP: who sees what, waiting, lists, and the answers that are errors."""
 
+import asyncio
 import threading
 import time
 import uuid
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 from django.db.models.functions import Now
 from pytest_django import Settings
+from redis import Redis
 
 from accounts.models import ApiKey
+from acsinfra.core.courier import close_shared_courier, shared_courier
 from budgets.limits import set_monthly_tokens
 from budgets.models import SpendLimit
 from budgets.spend import forget_spending
-from harvest import services
+from harvest import services, waiting
 from harvest.models import HarvestJob
-from harvest.waiting import GRACE_SECONDS
 from inference import selectors
 from inference.models import BaseModel, Engine
 from inference.services import register_engine
@@ -265,7 +267,7 @@ def test_a_list_goes_from_the_newest_back(client: httpx.Client) -> None:
 
 
 def test_a_list_is_narrowed_by_status_and_model(client: httpx.Client) -> None:
-    waiting = submit(client).json()["job_id"]
+    pending = submit(client).json()["job_id"]
     cancelled = submit(client).json()["job_id"]
     client.delete(f"/v1/harvest/{cancelled}")
 
@@ -273,7 +275,7 @@ def test_a_list_is_narrowed_by_status_and_model(client: httpx.Client) -> None:
         return [job["job_id"] for job in client.get(f"/v1/harvest?{query}").json()["data"]]
 
     assert ids("status=cancelled") == [cancelled]
-    assert ids("status=pending&model=tiny") == [waiting]
+    assert ids("status=pending&model=tiny") == [pending]
     assert ids("model=other") == []
 
 
@@ -341,7 +343,7 @@ def test_four_waits_of_a_key_at_once_and_a_fifth_is_declined(
 ) -> None:
     path = f"/v1/harvest/{job.pk}?wait=20"
     with ThreadPoolExecutor(4) as threads:
-        waiting = [threads.submit(client.get, path) for _ in range(4)]
+        answers = [threads.submit(client.get, path) for _ in range(4)]
         time.sleep(1.5)
         began = time.monotonic()
         fifth = client.get(path)
@@ -353,22 +355,51 @@ def test_four_waits_of_a_key_at_once_and_a_fifth_is_declined(
         with server.client(other_key) as other:
             assert "X-Acs-Longpoll" not in other.get(f"/v1/harvest/{job.pk}?wait=1").headers
         services.cancel_harvest(job_id=job.pk)
-        for answer in waiting:
+        for answer in answers:
             assert "X-Acs-Longpoll" not in answer.result().headers
             assert answer.result().json()["status"] == "cancelled"
 
 
-def test_a_short_wait_does_not_end_the_places_of_longer_ones(client: httpx.Client, job: HarvestJob) -> None:
+def until_waiting(requests: int) -> None:
+    """Return once so many requests wait in the server for a job."""
+    deadline = time.monotonic() + 30
+    while sum(len(watch._waiting) for watch in waiting._watches.values()) < requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def test_a_place_that_was_asked_for_as_its_client_left_comes_back(looks: Redis) -> None:
+    name = "acs:harvest-waits:leaves"
+
+    async def wait() -> None:
+        async with waiting.take_place("leaves", seconds=60, at_once=1):
+            await asyncio.sleep(60)
+
+    await shared_courier().ask("PING")
+    looks.client_pause(200, all=True)
+    leaving = asyncio.create_task(wait())
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await shared_courier().ask("ZCARD", name) == 0
+    await close_shared_courier()
+
+
+def test_a_short_wait_does_not_end_the_places_of_longer_ones(
+    client: httpx.Client, job: HarvestJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 1)
     with ThreadPoolExecutor(3) as threads:
-        waiting = [threads.submit(client.get, f"/v1/harvest/{job.pk}?wait=40") for _ in range(3)]
-        time.sleep(1.0)
+        long_ones = [threads.submit(client.get, f"/v1/harvest/{job.pk}?wait=40") for _ in range(3)]
+        until_waiting(3)
         client.get(f"/v1/harvest/{job.pk}?wait=1")
         # Past the short wait's own expiry.
-        time.sleep(GRACE_SECONDS + 1)
+        time.sleep(waiting.GRACE_SECONDS + 1)
         with ThreadPoolExecutor(2) as more:
             answers = list(more.map(client.get, [f"/v1/harvest/{job.pk}?wait=3"] * 2))
         services.cancel_harvest(job_id=job.pk)
-        assert all("X-Acs-Longpoll" not in answer.result().headers for answer in waiting)
+        assert all("X-Acs-Longpoll" not in answer.result().headers for answer in long_ones)
     assert sorted(answer.headers.get("X-Acs-Longpoll", "") for answer in answers) == ["", "declined"]
 
 
@@ -390,10 +421,10 @@ def test_a_hundred_waits_cost_no_thread_each(
     with server.client(key_and_text[1], limits=httpx.Limits(max_connections=200)) as client:
         client.get(f"/v1/harvest/{job.pk}")
         with ThreadPoolExecutor(100) as threads:
-            waiting = [threads.submit(client.get, f"/v1/harvest/{job.pk}?wait=20") for _ in range(100)]
-            time.sleep(3)
+            answers = [threads.submit(client.get, f"/v1/harvest/{job.pk}?wait=20") for _ in range(100)]
+            until_waiting(100)
             own = [thread for thread in threading.enumerate() if not thread.name.startswith("ThreadPoolExecutor")]
-            assert not any(answer.done() for answer in waiting)
+            assert not any(answer.done() for answer in answers)
             assert len(own) < 40
             services.cancel_harvest(job_id=job.pk)
-            assert {answer.result().json()["status"] for answer in waiting} == {"cancelled"}
+            assert {answer.result().json()["status"] for answer in answers} == {"cancelled"}
