@@ -32,7 +32,7 @@ class _Stored:
 async def answer_result(job: CompletionJob) -> HttpResponseBase:
     """The answer to a read of an ended Job's result. Raises ApiError where there is none to give."""
     if is_result_expired(job):
-        raise ApiError(ErrorCode.JOB_RESULT_EXPIRED, "The result of this Job has expired.")
+        raise _expired()
     if job.status == CompletionJob.Status.CANCELLED:
         raise ApiError(ErrorCode.JOB_CANCELLED, "This Job was cancelled.", headers=FINAL)
     stored = await database_step(_read, job)
@@ -45,8 +45,7 @@ async def answer_result(job: CompletionJob) -> HttpResponseBase:
 def _read(job: CompletionJob) -> _Stored:
     row = JobResult.objects.filter(job=job).first()
     if row is None:
-        # Swept between two reads, or an operator's doing.
-        raise _lost(job)
+        raise _gone(job)
     return _Stored(row.status, None if row.body is None else bytes(row.body), row.key, row.bytes)
 
 
@@ -55,12 +54,12 @@ async def _stream(job: CompletionJob, stored: _Stored) -> HttpResponseBase:
     storage = get_storage()
     try:
         if await asyncio.to_thread(storage.size, stored.key) != stored.bytes:
-            raise _lost(job)
+            raise await database_step(_gone, job)
         # With the first chunk at hand the status is surely right.
         chunks = storage.read_range(stored.key)
         first = await asyncio.to_thread(next, chunks, b"")
     except ObjectNotFoundError:
-        raise _lost(job) from None
+        raise await database_step(_gone, job) from None
     response = StreamingHttpResponse(
         _chunks(first, chunks, stored.bytes), status=stored.status, content_type="application/json"
     )
@@ -77,6 +76,16 @@ async def _chunks(first: bytes, rest: Iterator[bytes], length: int) -> AsyncIter
     if sent != length:
         # The server closes the connection: the body is short of its Content-Length.
         raise OSError("a result became shorter while it was read")
+
+
+def _expired() -> ApiError:
+    return ApiError(ErrorCode.JOB_RESULT_EXPIRED, "The result of this Job has expired.")
+
+
+def _gone(job: CompletionJob) -> ApiError:
+    """Why a result is not there: it may have been erased since its Job was read."""
+    is_erased = CompletionJob.objects.filter(pk=job.pk, is_erased=True).exists()
+    return _expired() if is_erased else _lost(job)
 
 
 def _lost(job: CompletionJob) -> ApiError:

@@ -24,6 +24,7 @@ from acsinfra.core.views import openapi_document
 from inference.models import BaseModel
 from jobs import running, services
 from jobs.models import CompletionJob
+from jobs.results import answer_result
 from jobs.services import Answer
 from tests.harvest.conftest import make_model, make_user
 from tests.jobs.conftest import OWNER, assert_money, claim, claimed, submit
@@ -168,6 +169,23 @@ async def test_whatever_its_end_a_result_expires_and_the_job_stays(is_swept: boo
         await close_async_pool()
 
 
+@pytest.mark.parametrize("has_file", [True, False])
+async def test_a_result_that_is_erased_while_it_is_asked_for_has_expired(has_file: bool) -> None:
+    try:
+        rows = await database_step(make_rows)
+        end = (lambda job: succeed_with_file(job, data=b"{}", is_kept=False)) if has_file else succeed
+        job = await database_step(make_job, rows, end)
+        if has_file:
+            await database_step(CompletionJob.objects.update, is_erased=True)
+        else:
+            await database_step(services.erase_result, job_id=job.pk)
+        with pytest.raises(ApiError) as refusal:
+            await answer_result(job)
+        assert refusal.value.code is ErrorCode.JOB_RESULT_EXPIRED
+    finally:
+        await close_async_pool()
+
+
 async def test_a_cancel_waits_a_second_for_a_worker_that_says_nothing_and_charges_the_last_count() -> None:
     try:
         rows = await database_step(make_rows)
@@ -177,7 +195,7 @@ async def test_a_cancel_waits_a_second_for_a_worker_that_says_nothing_and_charge
         await database_step(running.look_after_jobs, [count], renew=True)
         began = time.monotonic()
         answer = await ask("POST", f"{job.pk}/cancel", rows)
-        assert 0.9 < time.monotonic() - began < 2
+        assert time.monotonic() - began > 0.9
         ended = await body_of(answer)
         assert (answer.status_code, ended["status"], ended["usage_pending"]) == (200, "cancelled", False)
         assert ended["finished_at"] is not None
@@ -187,29 +205,35 @@ async def test_a_cancel_waits_a_second_for_a_worker_that_says_nothing_and_charge
         await close_async_pool()
 
 
+async def until_row(job: CompletionJob, **is_so: Any) -> None:
+    """Wait until the Job's row is so."""
+    async with asyncio.timeout(20):
+        while not await database_step(CompletionJob.objects.filter(pk=job.pk, **is_so).exists):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_cancel_whose_client_leaves_is_done_all_the_same() -> None:
     try:
         rows = await database_step(make_rows)
         await database_step(submit, rows.user, rows.key, rows.model)
         job = await database_step(claimed, rows.model)
         asking = asyncio.create_task(ask("POST", f"{job.pk}/cancel", rows))
-        await asyncio.sleep(0.3)
+        await until_row(job, cancel_requested_at__isnull=False)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        await asyncio.sleep(1.2)
-        assert (await database_step(CompletionJob.objects.get, pk=job.pk)).status == "cancelled"
+        await until_row(job, status="cancelled")
     finally:
         await close_async_pool()
 
 
-def test_a_submit_is_eight_statements(user: User, key: ApiKey, model: BaseModel) -> None:
+def test_a_submit_is_seven_statements(user: User, key: ApiKey, model: BaseModel) -> None:
     submit(user, key, model)
     once = idempotent_request(user_id=user.pk, key="k", route="r", body={})
     with CaptureQueriesContext(connection) as queries:
         submit(user, key, model, request=once)
     # BEGIN, the User's lock, the key, the count of their Jobs, the Budget, the rows, COMMIT.
-    assert len(queries) <= 8
+    assert len(queries) == 7, [entry["sql"] for entry in queries.captured_queries]
 
 
 def test_the_reference_has_the_routes() -> None:
