@@ -11,7 +11,7 @@ from rest_framework.response import Response
 
 from accounts.models import ApiKey, User
 from accounts.selectors import limit as limit_of
-from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.api_view import ApiView, is_large
 from acsinfra.core.db import database_step
 from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.fields import query_integer
@@ -55,13 +55,13 @@ class HarvestsView(ApiView):
         download by the links in its `result`. It holds `reserved_tokens` from now to its end and is charged the tokens
         that the engine read. Only this route takes a body of up to 50 MiB.
         """
-        is_large = len(request._request.body) > PARSE_HERE_BYTES
-        once = await in_thread_if(is_large, self._read_once, request)
+        in_thread = is_large(request)
+        once = await in_thread_if(in_thread, self._read_once, request)
         if once is not None and (job_id := await find_work_async(once)) is not None:
             return Response(await _answer(request, job_id))
-        fields = await in_thread_if(is_large, HarvestRequestSerializer.validated, self.json)
+        fields = await in_thread_if(in_thread, HarvestRequestSerializer.validated, self.json)
         model = (await catalogue()).get(fields["model"])
-        plan = await in_thread_if(is_large, plan_harvest, fields, model)
+        plan = await in_thread_if(in_thread, plan_harvest, fields, model)
         await require_spending_async()
         user, key = _caller(request)
         try:

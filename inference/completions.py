@@ -19,16 +19,20 @@ Prompts = tuple[tuple[int, ...], ...]
 WHOLE_VOCABULARY: Final = -1
 
 
-async def prepare_completion(body: dict[str, Any], *, catalogue: Catalogue, request_id: str) -> CompletionWork:
+async def prepare_completion(
+    body: dict[str, Any], *, catalogue: Catalogue, request_id: str, is_large: bool
+) -> CompletionWork:
     """Check `body` (parsed JSON), tokenise its prompts and decode its steering vectors.
 
     The fields come first, then the model, then what depends on it: ids inside the vocabulary, lengths, layers. Raises
-    ApiError, whose `param` names the field. Whether an engine is there is not looked at.
+    ApiError, whose `param` names the field. Whether an engine is there is not looked at. Where the body `is_large`,
+    its fields are checked in a thread.
     """
-    fields = CompletionRequestSerializer.validated(body)
+    fields: Fields = await in_thread_if(is_large, CompletionRequestSerializer.validated, body)
     model = catalogue.get(fields["model"])
     given: GivenPrompts = fields["prompt"]
     vectors: list[Fields] = fields.get("apply_steering_vectors") or []
+    _refuse_hopeless_ids(given, model)
     _check_token_ids(fields, given, model)
     layers = _layers_asked(fields, model)
     _named("apply_steering_vectors", check_against_model, vectors, model)
@@ -61,6 +65,14 @@ async def prepare_completion(body: dict[str, Any], *, catalogue: Catalogue, requ
         is_steered=bool(vectors),
         user=fields.get("user"),
     )
+
+
+def _refuse_hopeless_ids(given: GivenPrompts, model: CatalogueModel) -> None:
+    """Refuse ids past the context before any of them is looked at: a body has room for millions."""
+    longest = max(range(len(given.token_ids)), key=lambda index: len(given.token_ids[index]), default=0)
+    n_tokens = len(given.token_ids[longest]) if given.token_ids else 0
+    if n_tokens >= model.max_model_len:
+        raise _prompt_too_long(given.param(longest), f"{n_tokens:,}", model)
 
 
 def _check_token_ids(fields: Fields, given: GivenPrompts, model: CatalogueModel) -> None:

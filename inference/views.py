@@ -9,7 +9,7 @@ from rest_framework.response import Response
 
 from accounts.models import ApiKey, User
 from accounts.selectors import limit
-from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.api_view import ApiView, is_large
 from acsinfra.core.errors import ApiError, invalid
 from acsinfra.core.idempotency import HEADER, IdempotentRequest, idempotent_request, read_idempotency_key
 from acsinfra.core.threads import in_thread_if
@@ -76,6 +76,7 @@ class CompletionsView(ApiView):
             self.json,
             catalogue=models,
             request_id=request._request.request_id,  # type: ignore[attr-defined]
+            is_large=is_large(request),
         )
         require_inference(models.get(work.model))
         await require_spending_async()
@@ -102,9 +103,8 @@ class CompletionsView(ApiView):
         key = read_idempotency_key(request, required=False)
         if key is None:
             return None
-        is_long = len(request._request.body) > PARSE_HERE_BYTES
         read = partial(idempotent_request, user_id=cast("User", request.user).pk, key=key, route=ROUTE, body=self.json)
-        return await in_thread_if(is_long, read)
+        return await in_thread_if(is_large(request), read)
 
 
 async def _is_served(model: str) -> bool:

@@ -9,7 +9,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accounts.models import ApiKey, User
-from acsinfra.core.api_view import PARSE_HERE_BYTES, ApiView
+from acsinfra.core.api_view import ApiView, is_large
 from acsinfra.core.db import database_step
 from acsinfra.core.errors import invalid
 from acsinfra.core.idempotency import find_work_async, idempotent_request, read_idempotency_key
@@ -44,8 +44,8 @@ class JobsView(ApiView):
         user, key = _caller(request)
         text = read_idempotency_key(request, required=True)
         assert text is not None
-        is_large = len(request._request.body) > PARSE_HERE_BYTES
-        once = await in_thread_if(is_large, _as_idempotent, user.pk, text, self.json)
+        in_thread = is_large(request)
+        once = await in_thread_if(in_thread, _as_idempotent, user.pk, text, self.json)
         made = await find_work_async(once)
         if made is not None:
             return Response(job_as_json(await database_step(selectors.job_of, user, made)))
@@ -53,7 +53,9 @@ class JobsView(ApiView):
             raise invalid("stream must be false: a Job's result is fetched when it is there.", param="stream")
         job_id = new_uuid7()
         models = await catalogue()
-        work = await prepare_completion(self.json, catalogue=models, request_id=f"req_job_{job_id.hex}")
+        work = await prepare_completion(
+            self.json, catalogue=models, request_id=f"req_job_{job_id.hex}", is_large=in_thread
+        )
         model = models.get(work.model)
         await require_spending_async()
         job = await database_step(

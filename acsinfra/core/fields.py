@@ -8,6 +8,7 @@ documents them.
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rest_framework import serializers
@@ -154,7 +155,7 @@ class StrictChoiceField(StrictField, serializers.ChoiceField):
 class StrictListField(StrictField, serializers.ListField):
     """A list of `min_length` to `max_length` items, each as `child` says and, if `distinct`, there once.
 
-    Lists of integers are checked in one pass.
+    Lists of integers, and lists of those, are checked in one pass.
     """
 
     def __init__(self, *, child: Any, distinct: bool = False, **options: Any) -> None:
@@ -174,7 +175,7 @@ class StrictListField(StrictField, serializers.ListField):
             raise FieldFault(f"must have at most {self.max_length:,} items.")
         child: Any = self.child
         checked: list[Any] = []
-        if type(child) is StrictIntegerField and are_integers_within(value, *child.bounds):
+        if _takes_all(child, value):
             checked = value
         else:
             for index, item in enumerate(value):
@@ -189,6 +190,19 @@ class StrictListField(StrictField, serializers.ListField):
                     raise FieldFault("is given twice.", param=str(index))
                 seen.add(item)
         return checked
+
+
+def _takes_all(field: Any, values: list[Any]) -> bool:
+    """Whether `field`, of integers or lists of them, takes each of `values`, found out in C. False: no, or unknown."""
+    if type(field) is StrictIntegerField:
+        return are_integers_within(values, *field.bounds)
+    if type(field) is not StrictListField or field.distinct or set(map(type, values)) != {list}:
+        return False
+    lengths = set(map(len, values))
+    longest = math.inf if field.max_length is None else field.max_length
+    if min(lengths) < (field.min_length or 0) or max(lengths) > longest:
+        return False
+    return type(field.child) is StrictIntegerField and _takes_all(field.child, list(chain.from_iterable(values)))
 
 
 def are_integers_within(values: Sequence[Any], low: int, high: int) -> bool:

@@ -31,7 +31,9 @@ class Preparer:
 
     def body(self, body: Any) -> CompletionWork:
         """Return the work of exactly this body."""
-        return self.runner.run(prepare_completion(body, catalogue=self.catalogue, request_id="req_test"))
+        return self.runner.run(
+            prepare_completion(body, catalogue=self.catalogue, request_id="req_test", is_large=False)
+        )
 
     def refused(self, **fields: Any) -> ApiError:
         """Return the refusal of a body with these fields."""

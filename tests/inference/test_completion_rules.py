@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from acsinfra.core.errors import ApiError
+from inference.completions import prepare_completion
+from inference.wire import CompletionWork
 from tests.inference.conftest import Preparer
 from tests.inference.tensor_json import bfloat16_bits, tensor_json
 
@@ -78,25 +81,41 @@ def test_a_text_of_ten_megabytes_is_refused_at_once(prepare: Preparer, text: str
     assert time.monotonic() - began < 2
 
 
+async def longest_gap(body: dict[str, Any], prepare: Preparer) -> tuple[float, CompletionWork | ApiError]:
+    """How long the event loop was held up at a time, in seconds, while a large body was prepared; and the outcome."""
+    task = asyncio.create_task(prepare_completion(body, catalogue=prepare.catalogue, request_id="req", is_large=True))
+    gap, before = 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.005)
+        gap, before = max(gap, time.monotonic() - before), time.monotonic()
+    error = task.exception()
+    assert error is None or isinstance(error, ApiError)
+    return gap, error or task.result()
+
+
 def test_a_long_text_does_not_hold_up_the_event_loop(prepare: Preparer) -> None:
     large = prepare.of(max_model_len=4_000_000)
-    text = "The capital of France is Paris. " * 12_000
-
-    async def longest_gap() -> float:
-        from inference.completions import prepare_completion
-
-        body = {"model": "tiny", "prompt": text, "max_tokens": 1}
-        task = asyncio.create_task(prepare_completion(body, catalogue=large.catalogue, request_id="req"))
-        gap, before = 0.0, time.monotonic()
-        while not task.done():
-            await asyncio.sleep(0.005)
-            gap, before = max(gap, time.monotonic() - before), time.monotonic()
-        assert len((await task).prompts[0]) > 50_000
-        return gap
-
+    body = {"model": "tiny", "prompt": "The capital of France is Paris. " * 12_000, "max_tokens": 1}
     began = time.monotonic()
-    gap = prepare.runner.run(longest_gap())
+    gap, work = prepare.runner.run(longest_gap(body, large))
+    assert isinstance(work, CompletionWork)
+    assert len(work.prompts[0]) > 50_000
     assert gap < max(0.2, (time.monotonic() - began) / 3)
+
+
+def _spanned(n_spans: int) -> dict[str, Any]:
+    spans = [[start, start + 1] for start in range(n_spans)]
+    return {"prompt": "The", "apply_steering_vectors": [_vector(position_spans=spans)]}
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [1] * 2_000_000}, _spanned(400_000)], ids=["token ids", "spans"])
+def test_a_body_of_megabytes_does_not_hold_up_the_event_loop(prepare: Preparer, fields: dict[str, Any]) -> None:
+    began = time.monotonic()
+    gap, refusal = prepare.runner.run(longest_gap({"model": "tiny", "max_tokens": 1, **fields}, prepare))
+    assert isinstance(refusal, ApiError)
+    assert refusal.status == 400
+    assert gap < max(0.2, (time.monotonic() - began) / 3)
+    assert time.monotonic() - began < 5
 
 
 # The whole vocabulary

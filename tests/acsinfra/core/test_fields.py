@@ -194,6 +194,26 @@ def test_a_list_is_checked_alike_on_the_short_way_and_the_long_one(items: list[A
         assert caught.value.param == str(first_fault)
 
 
+@given(st.lists(st.one_of(json_values, st.lists(st.integers(-1, 11), max_size=3)), max_size=5))
+def test_a_list_of_lists_is_checked_alike_on_the_short_way_and_the_long_one(items: list[Any]) -> None:
+    inner = StrictListField(child=StrictIntegerField(min_value=0, max_value=10), min_length=1, max_length=2)
+
+    def is_wrong(item: Any) -> bool:
+        try:
+            inner.check(item)
+        except ApiError:
+            return True
+        return False
+
+    first_fault = next((i for i, item in enumerate(items) if is_wrong(item)), None)
+    if first_fault is None:
+        assert StrictListField(child=inner).check(items) == items
+    else:
+        with pytest.raises(ApiError) as caught:
+            StrictListField(child=inner).check(items)
+        assert (caught.value.param or "").split(".")[0] == str(first_fault)
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["model", "n", "top_p", "stream", "ids", "texts", "vectors", "one", "x"]), json_values
