@@ -5,6 +5,7 @@ object or none of it. Writers take bytes as they come, hash them on the way and 
 object. Links work without an API key until they expire.
 """
 
+import errno
 import functools
 import hashlib
 import os
@@ -245,7 +246,10 @@ class _FolderWriter:
     SUFFIX = ".partial"
 
     def __init__(self, path: Path, key: str) -> None:
+        missing = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            _sync_folder(folder.parent)
         self._path, self._key = path, key
         self._partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{self.SUFFIX}")
         self._file = self._partial.open("xb", buffering=0)
@@ -268,6 +272,7 @@ class _FolderWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._partial.replace(self._path)
+            _sync_folder(self._path.parent)
         self._is_closed = True
         return StoredObject(key=self._key, bytes=self._bytes, sha256=self._hash.hexdigest())
 
@@ -286,6 +291,19 @@ class _FolderWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the disk know the names in `folder`: a file's own sync says nothing about them."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such thing: their servers see to it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_a_claim_reads_few_rows_however_many_jobs_wait_or_have_ended(n_users: in
             )
             assert taken is not None
         values: dict[str, Any] = {"model": model.pk, "waiting": "queued", "running": "running", "owner": OWNER}
-        values |= {"front": 500, "at_once": 8, "passed_over": [], "lease": "30 s"}
+        values |= {"front": CompletionJob.FRONT, "at_once": 8, "passed_over": [], "lease": "30 s"}
         pages, whole = 0, ""
         for query in leases.claim_queries(CompletionJob, LIMIT):
             cursor.execute("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + query, values)
