@@ -5,8 +5,6 @@ import time
 from datetime import datetime, timedelta
 
 import structlog
-from asgiref.sync import sync_to_async
-from django.db import close_old_connections
 from django.http import HttpRequest
 from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
@@ -16,7 +14,7 @@ from accounts.keys import digest_of, is_key_text
 from accounts.models import ApiKey, User
 from accounts.rates import begin_count, require_rate, require_rate_of_user
 from accounts.selectors import find_key, find_key_async
-from acsinfra.core.db import connection
+from acsinfra.core.db import connection, give_back_connection
 from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
 
 logger = structlog.get_logger(__name__)
@@ -33,8 +31,7 @@ class SessionAuthentication(BaseAuthentication):
     async def authenticate_async(self, request: Request) -> tuple[User, None]:
         """The signed-in User; `401 invalid_api_key`, or `429 rate_limited` past the User's rate."""
         user = await request._request.auser()
-        # The session was read by the ORM, whose connection must not be kept while the request waits.
-        await sync_to_async(close_old_connections)()
+        await give_back_connection()
         if not isinstance(user, User):
             raise ApiError(ErrorCode.INVALID_API_KEY, "You are signed out. Sign in, and try again.")
         await require_rate_of_user(user)

@@ -18,7 +18,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from accounts.pages import signed_in
 from accounts.selectors import keys_of
-from acsinfra.core.db import database_step
+from acsinfra.core.db import database_step, give_back_connection
 from acsinfra.core.errors import ApiError
 from acsinfra.core.file_links import base_url
 from acsinfra.core.middleware import as_response
@@ -238,6 +238,7 @@ def _async_page[**P](
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> HttpResponseBase:
         request = cast("HttpRequest", args[0])
         user = await request.auser()
+        await give_back_connection()
         if not user.is_authenticated:
             return redirect("sign-in")
         request.user = user

@@ -16,7 +16,8 @@ from typing import Any, LiteralString
 from weakref import WeakKeyDictionary
 
 import psycopg
-from django.db import InterfaceError, OperationalError, connections
+from asgiref.sync import sync_to_async
+from django.db import InterfaceError, OperationalError, close_old_connections, connections
 from psycopg import AsyncConnection
 from psycopg.abc import Params
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
@@ -171,6 +172,11 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
             connections.close_all()
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), run)
+
+
+async def give_back_connection() -> None:
+    """Give back the connection by which Django read a session for an async view, which would keep it while it waits."""
+    await sync_to_async(close_old_connections)()
 
 
 def _take_connection() -> None:
