@@ -120,11 +120,6 @@ def check_room(*, user: User, api_key: ApiKey | None, tokens: int, now: datetime
     run(_check_room(user, api_key, tokens, now))
 
 
-async def check_room_async(*, user: User, api_key: ApiKey | None, tokens: int, now: datetime | None = None) -> None:
-    """`check_room` from an async view."""
-    await run_async(_check_room(user, api_key, tokens, now))
-
-
 def _take(
     user: User,
     api_key: ApiKey | None,

@@ -1,8 +1,8 @@
 """The Spend limit: GPU time as it is recorded, what it costs, and whether new GPU work may start.
 
 Engines record their time with each heartbeat, so that kill -9 loses no more than one. Whoever starts work asks
-`require_spending` (or `may_start_work`, where the work waits instead): the answer is at most a second old and costs a
-request no query of its own. What runs goes on, whatever the answer.
+`require_spending_async`, or `may_start_work` where the work waits instead: the answer is at most a second old and costs
+a request no query of its own. What runs goes on, whatever the answer.
 """
 
 import asyncio
@@ -119,14 +119,14 @@ def read_spending(*, now: datetime | None = None) -> Spending:
         return _spending(cursor.fetchone())
 
 
-def require_spending() -> None:
-    """Raise `429 spend_cap` where new GPU work may not start, as of at most a second ago."""
-    _raise(_latest.get())
-
-
 async def require_spending_async() -> None:
-    """`require_spending` from an async view: requests that come while it is read wait for one read together."""
-    _raise(await _latest.get_async())
+    """Raise `429 spend_cap` where new GPU work may not start, as of at most a second ago.
+
+    Requests that come while it is read wait for one read together.
+    """
+    refusal = (await _latest.get_async()).refusal()
+    if refusal is not None:
+        raise refusal
 
 
 def may_start_work() -> bool:
@@ -179,12 +179,6 @@ class _Latest:
 
 
 _latest = _Latest()
-
-
-def _raise(spending: Spending) -> None:
-    refusal = spending.refusal()
-    if refusal is not None:
-        raise refusal
 
 
 def _at(

@@ -30,7 +30,6 @@ CATALOGUE_SQL: Final = """
                m.activation_dtype, m.bos_token_id, m.has_harvest, f.sha256 AS tokenizer_sha256,
                coalesce(m.load_seconds, %(unknown)s) AS load_seconds,
                coalesce(e.inference_live, 0) AS inference_live, coalesce(e.inference_starting, 0) AS inference_starting,
-               coalesce(e.runners_live, 0) AS runners_live, coalesce(e.runners_starting, 0) AS runners_starting,
                e.loading_for
           FROM inference_basemodel m
           JOIN inference_checkpointfiles f ON f.base_model_id = m.id
@@ -38,8 +37,6 @@ CATALOGUE_SQL: Final = """
               SELECT base_model_id,
                      count(*) FILTER (WHERE kind = 'inference' AND status = 'live') AS inference_live,
                      count(*) FILTER (WHERE kind = 'inference' AND status = 'starting') AS inference_starting,
-                     count(*) FILTER (WHERE kind = 'runner' AND status = 'live') AS runners_live,
-                     count(*) FILTER (WHERE kind = 'runner' AND status = 'starting') AS runners_starting,
                      extract(epoch FROM now() - min(started_at)
                              FILTER (WHERE kind = 'inference' AND status = 'starting'))::float8 AS loading_for
                 FROM inference_engine
@@ -72,19 +69,14 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     inference_live: int
     inference_starting: int
-    runners_live: int
-    runners_starting: int
     loading_for: float | None
 
     @property
     def inference_status(self) -> EngineStatus:
         """Whether an engine answers Completions, is about to, or neither."""
-        return _status(self.inference_live, self.inference_starting)
-
-    @property
-    def runner_status(self) -> EngineStatus:
-        """The same for Harvest jobs."""
-        return _status(self.runners_live, self.runners_starting)
+        if self.inference_live:
+            return "live"
+        return "starting" if self.inference_starting else "unavailable"
 
     @property
     def seconds_until_live(self) -> int:
@@ -245,9 +237,3 @@ class _Tokenizers:
 
 _catalogue = _CachedCatalogue()
 _tokenizers = _Tokenizers()
-
-
-def _status(live: int, starting: int) -> EngineStatus:
-    if live:
-        return "live"
-    return "starting" if starting else "unavailable"

@@ -16,7 +16,6 @@ from budgets.selectors import BudgetSummary, budget_summary_async, imbalances
 from budgets.services import (
     HoldEnd,
     WorkRef,
-    check_room_async,
     release_hold_async,
     settle_hold,
     settle_hold_async,
@@ -74,8 +73,6 @@ async def test_each_step_is_one_statement(user: User, key: ApiKey, monkeypatch: 
     assert statements.take() == 1
     assert (await release_hold_async(hold=first)).changed
     assert statements.take() == 1
-    await check_room_async(user=user, api_key=key, tokens=5)
-    assert statements.take() == 1
     await budget_summary_async(user)
     assert statements.take() == 1
     with pytest.raises(BudgetExceeded):
@@ -104,7 +101,7 @@ async def test_what_does_not_fit_is_refused(user: User, key: ApiKey) -> None:
     with pytest.raises(BudgetExceeded, match="500 under the cap of this API key are left"):
         await take_hold_async(user=user, api_key=key, tokens=501, work=new_work())
     with pytest.raises(BudgetExceeded, match="1,000 of your Budget are left"):
-        await check_room_async(user=user, api_key=None, tokens=1_001)
+        await take_hold_async(user=user, api_key=None, tokens=1_001, work=new_work(WorkKind.APP))
 
 
 async def test_work_that_was_charged_cannot_hold_again(user: User, key: ApiKey) -> None:

@@ -120,7 +120,6 @@ def test_recorded_at_once_it_counts_once() -> None:
 def test_without_a_row_all_may_start() -> None:
     assert spend.read_spending().refusal() is None
     assert spend.may_start_work()
-    spend.require_spending()
 
 
 def test_under_the_limits_work_may_start() -> None:
@@ -175,13 +174,10 @@ def test_there_is_one_row_and_no_negative_limit() -> None:
 def test_the_answer_is_kept_for_a_second(django_assert_num_queries: Any) -> None:
     with django_assert_num_queries(1):
         assert spend.may_start_work()
-        spend.require_spending()
         assert spend.may_start_work()
     SpendLimit.objects.create(is_paused=True)
     spend.forget_spending()
     assert not spend.may_start_work()
-    with pytest.raises(ApiError):
-        spend.require_spending()
 
 
 @pytest.mark.django_db(transaction=True)

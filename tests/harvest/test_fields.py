@@ -36,8 +36,6 @@ MODEL = CatalogueModel(
     load_seconds=1.0,
     inference_live=0,
     inference_starting=0,
-    runners_live=1,
-    runners_starting=0,
     loading_for=None,
 )
 
