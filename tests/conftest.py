@@ -16,21 +16,29 @@ import sys
 import tempfile
 import threading
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import django
 import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
-from acsinfra.quickstart.supervisor import Supervisor
+from acsinfra.quickstart.supervisor import PROJECT, Supervisor
 from tests.stack import Stack
+
+if TYPE_CHECKING:
+    from tests.inference.engine.reference import ReferenceModel
 
 # Where bytecode is not kept, each process around an engine compiles vLLM's thousands of modules anew: a minute of CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Threads that share the tiny model's matrices wait for each other, spinning: twenty times the CPU for the same product.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HOME = Path(tempfile.mkdtemp(prefix="acs-tests-"))
 SUPERVISOR = Supervisor(HOME)
@@ -67,15 +75,18 @@ hypothesis.settings.register_profile("acsinfra", deadline=None)
 hypothesis.settings.load_profile("acsinfra")
 
 _running_stack: list[Stack] = []
-_FOLDERS_WITH_THE_STACK = {
-    "tests/reference",
-    "tests",
-    "tests/acsinfra/client",
-    "tests/browser",
-    "tests/harvest",
-    "tests/inference",
-    "tests/jobs",
-}
+_FOLDERS_WITH_THE_STACK = {"tests/acsinfra/client", "tests/browser"}
+# What takes longest begins first. But the tools run meanwhile, so that one process alone compiles vLLM's modules where
+# none of them was imported before.
+_FIRST = (
+    "tests/inference/engine",
+    "tests/test_style.py",
+    "the stack",
+    "tests/inference/test_completions_faults.py",
+    "tests/acsinfra/test_quickstart.py",
+    "tests/jobs/test_jobs_faults.py",
+    "tests/harvest/test_harvest_faults.py",
+)
 _STACK_FIXTURES = {"stack", "api", "inference_stack", "harvest_stack"}
 
 
@@ -85,6 +96,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Path) -> "Iterator[ReferenceModel]":
+    """Return the tiny model in HuggingFace, float32."""
+    from tests.inference.engine.reference import ReferenceModel
+
+    with ReferenceModel(tiny_model) as model:
+        yield model
 
 
 @pytest.fixture(scope="session")
@@ -119,16 +139,29 @@ def harvest_stack(api: Stack) -> Stack:
 
 
 class _SharedEngines(LoadScopeScheduling):
-    """Tests that share an engine run in one process, others by their file."""
+    """Tests that share an engine run in one process, others by their file; what takes longest begins first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        folder = file.rpartition("/")[0]
-        if folder == "tests/inference/engine":
-            return folder
-        # What kills parts has a stack of its own.
-        has_the_stack = folder in _FOLDERS_WITH_THE_STACK
-        return "the stack" if has_the_stack and not file.endswith(("_faults.py", "test_style.py")) else file
+        return _scope_of(nodeid.partition("::")[0])
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        listed = (scope for scope in _FIRST if scope in self.workqueue)
+        first = next(listed, None) or max(self.workqueue, key=lambda scope: len(self.workqueue[scope]))
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+
+@cache
+def _scope_of(file: str) -> str:
+    """Return what a file's tests run together with."""
+    folder = file.rpartition("/")[0]
+    if folder == "tests/inference/engine":
+        return folder
+    if folder in _FOLDERS_WITH_THE_STACK:
+        return "the stack"
+    # What kills parts has a stack of its own.
+    has_the_stack = not file.endswith("_faults.py") and ": Stack" in (PROJECT / file).read_text()
+    return "the stack" if has_the_stack else file
 
 
 @pytest.hookimpl(optionalhook=True)
