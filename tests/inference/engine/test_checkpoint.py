@@ -186,8 +186,7 @@ def test_killed_midway_the_next_call_starts_clean_and_two_at_once_are_safe(
 ) -> None:
     killed = _start(tmp_path)
     assert killed.stdout is not None
-    while "converting" not in killed.stdout.readline():
-        pass
+    assert any("converting" in line for line in killed.stdout)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     killed.stdout.close()
