@@ -1,7 +1,6 @@
 """A harvest through the API, a runner and the files, against HuggingFace and NumPy."""
 
 import re
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -29,12 +28,6 @@ def bos(tokenizer: Tokenizer) -> int:
     token_id = tokenizer.token_to_id("<s>")
     assert isinstance(token_id, int)
     return token_id
-
-
-@pytest.fixture(scope="module")
-def reference(harvest_stack: Stack) -> Iterator[ReferenceModel]:
-    with ReferenceModel(harvest_stack.tiny_model) as model:
-        yield model
 
 
 @pytest.fixture(scope="module")

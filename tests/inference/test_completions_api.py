@@ -225,7 +225,7 @@ async def test_the_async_openai_client_completes_and_streams(
 
         async def whole(number: int) -> str:
             answer = await client.completions.create(model="tiny", prompt=PROMPTS[number], temperature=0, max_tokens=12)
-            return answer.choices[0].text
+            return str(answer.choices[0].text)
 
         async def streamed(number: int) -> str:
             chunks = await client.completions.create(
@@ -295,7 +295,7 @@ def tensor_object(array: np.ndarray[Any, Any]) -> dict[str, Any]:
     }
 
 
-def test_activations_are_the_residual_stream(client: httpx.Client, tiny_model: Path) -> None:
+def test_activations_are_the_residual_stream(client: httpx.Client, reference: ReferenceModel) -> None:
     answer = complete(client, **GREEDY, prompt=TRAINING_TEXT[1], output_residual_stream=True, return_token_ids=True)
     plain = complete(client, **GREEDY, prompt=TRAINING_TEXT[1])
     (choice,) = answer["choices"]
@@ -303,8 +303,7 @@ def test_activations_are_the_residual_stream(client: httpx.Client, tiny_model: P
     ids = choice["prompt_token_ids"] + choice["token_ids"][:-1]
     stream_rows = tensor_of(answer["activations"])
     assert stream_rows.shape == (4, len(ids), 64)
-    with ReferenceModel(tiny_model) as reference:
-        expected = reference.read(ids).stream
+    expected = reference.read(ids).stream
     scale = np.abs(expected).max(axis=-1, keepdims=True)
     assert np.max(np.abs(stream_rows - expected) / scale) < 1e-5
 
