@@ -1,6 +1,8 @@
 """Engines for these tests: real ones over the tiny model, each shared by as many tests as can share it."""
 
 import asyncio
+import multiprocessing
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from functools import cache
@@ -12,7 +14,6 @@ import pytest
 from inference.engine.environment import prepare_environment
 from inference.engine.fork_server import start_fork_server
 from inference.wire import EngineOptions, EngineRequest
-from tests.inference.engine.reference import ReferenceModel
 from tests.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ START_SECONDS = 900.0
 
 @cache
 def prepare_once() -> None:
-    """Prepare this process for engines."""
-    prepare_environment(checkpoint=".", tensor_parallel_size=1, shares_machine=True)
-    start_fork_server()
+    """Prepare this process for engines. One that comes from the fork server has what that one was prepared with."""
+    if multiprocessing.parent_process() is None or "vllm" not in sys.modules:
+        prepare_environment(checkpoint=".", tensor_parallel_size=1, shares_machine=True)
 
 
 class EngineThread:
@@ -38,6 +39,7 @@ class EngineThread:
 
     def __init__(self, options: EngineOptions, *, name: str) -> None:
         prepare_once()
+        start_fork_server()
         from inference.engine.front import InferenceEngine
 
         self._loop = asyncio.new_event_loop()
@@ -83,22 +85,15 @@ class EngineThread:
 
 
 @pytest.fixture(scope="session")
-def tiny_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_float32(tiny_model: Path) -> Path:
     """Return the folder of the tiny model in float32."""
-    return make_tiny_model(tmp_path_factory.mktemp("engine-models") / "float32")
+    return tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the tiny model in bfloat16: the same weights, rounded."""
     return make_tiny_model(tmp_path_factory.mktemp("engine-models") / "bfloat16", dtype="bfloat16")
-
-
-@pytest.fixture(scope="session")
-def reference(tiny_float32: Path) -> Iterator[ReferenceModel]:
-    """Return the tiny model in HuggingFace, float32."""
-    with ReferenceModel(tiny_float32) as model:
-        yield model
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,9 @@ It runs apart from vLLM, which patches HuggingFace's classes where both are impo
 """
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,22 +35,54 @@ class Reference:
     logprobs: Float32Array
 
 
+class _Process:
+    """The process that has HuggingFace: one for all who want it at the same time, since it imports for seconds."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._pool: ProcessPoolExecutor | None = None
+
+    @contextmanager
+    def wanted(self) -> Iterator[ProcessPoolExecutor]:
+        """Keep the process until the last of those blocks ends."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._users += 1
+        try:
+            yield self._pool
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._pool.shutdown()
+                self._pool = None
+
+
+_process = _Process()
+
+
+def run_with_huggingface[Result](calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Make these calls, which can be pickled, one after the other where HuggingFace is and vLLM is not."""
+    with _process.wanted() as pool:
+        return [pool.submit(call).result() for call in calls]
+
+
 class ReferenceModel:
-    """A checkpoint in HuggingFace, in a process of its own."""
+    """A checkpoint in HuggingFace, in another process."""
 
     def __init__(self, folder: Path, *, dtype: Literal["float32", "float64", "bfloat16"] = "float32") -> None:
         self._folder, self._dtype = folder, dtype
-        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._open = ExitStack()
 
     def read(self, token_ids: Sequence[int], steering: Sequence[ReferenceSteering] = ()) -> Reference:
         """Return the residual stream and the logprobs of a sequence of token ids."""
         return self._pool.submit(_read, self._folder, self._dtype, tuple(token_ids), tuple(steering)).result()
 
     def __enter__(self) -> Self:
+        self._pool = self._open.enter_context(_process.wanted())
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._pool.shutdown()
+        self._open.close()
 
 
 @cache

@@ -20,6 +20,7 @@ from tests.inference.engine.architectures import (
     relative_error,
     run_apart,
 )
+from tests.inference.engine.reference import run_with_huggingface
 
 # Each way once; that of the tiny Llama, delta and residual, is in every other test of the engine.
 WAYS = ("gpt2", "gpt_neox", "cohere")
@@ -35,7 +36,9 @@ type Read = dict[str, tuple[object, Streams | Exception]]
 
 def read(root: Path, names: Sequence[str]) -> Read:
     """Return what HuggingFace and what the engine read of each architecture."""
-    expected = run_apart([partial(make_and_read_with_huggingface, root / name, ARCHITECTURES[name]) for name in names])
+    expected = run_with_huggingface(
+        [partial(make_and_read_with_huggingface, root / name, ARCHITECTURES[name]) for name in names]
+    )
     captured = run_apart([partial(read_with_the_engine, root / name) for name in names])
     return {name: (right, got) for name, right, got in zip(names, expected, captured, strict=True)}
 
@@ -64,7 +67,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory, tiny_float32: Path) -> Read:
         partial(make_and_read_with_huggingface, root / name, ARCHITECTURES[name]) for name in WAYS
     ]
     made.append(partial(make_tiny_architecture, root / "gemma3n", PARALLEL_STREAMS))
-    expected = run_apart(made)
+    expected = run_with_huggingface(made)
     captured = run_apart(
         [
             *(partial(read_with_the_engine, root / name) for name in (*WAYS, "gemma3n")),

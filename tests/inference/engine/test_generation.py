@@ -2,9 +2,8 @@
 
 import itertools
 import math
-import multiprocessing
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from inference.engine.errors import RequestFault
+from tests.inference.engine.architectures import run_apart
 from tests.inference.engine.conftest import EngineThread
 from tests.inference.engine.reference import ReferenceModel
 from tests.inference.engine.requests import (
@@ -33,9 +33,6 @@ PROMPTS = [make_prompt(3 + 2 * index, seed=100 + index) for index in range(50)]
 
 def generate_with_vllm(folder: Path, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], str, list[Any]]]:
     """Give each prompt, alone, to vLLM's own `LLM.generate`; runs in a process of its own."""
-    from inference.engine.environment import prepare_environment
-
-    prepare_environment(checkpoint=str(folder), tensor_parallel_size=1, shares_machine=True)
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(folder), dtype="float32", enforce_eager=True, block_size=32, kv_cache_memory_bytes=64 * 1024**2)
@@ -53,8 +50,8 @@ def generate_with_vllm(folder: Path, prompts: list[tuple[int, ...]]) -> list[tup
 
 
 def test_greedy_answers_are_exactly_those_of_vllm(roomy: EngineThread, tiny_float32: Path) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        expected = pool.submit(generate_with_vllm, tiny_float32, PROMPTS).result()
+    (expected,) = run_apart([partial(generate_with_vllm, tiny_float32, PROMPTS)])
+    assert not isinstance(expected, Exception), expected
     for prompt, (ids, text, logprobs) in zip(PROMPTS, expected, strict=True):
         answer = roomy.answer(make_request(prompt, max_tokens=16, logprobs=4, prompt_logprobs=2))
         assert generated_ids(answer) == ids

@@ -86,7 +86,7 @@ class _NoDriver:
 
 @pytest.fixture(scope="module")
 def read(tiny_float32: Path) -> WhatV2Read:
-    (read,) = run_apart([partial(read_with_runner_v2, tiny_float32)])
+    (read,) = run_apart([partial(read_with_runner_v2, tiny_float32)], with_vllm=False)
     if isinstance(read, Exception):
         raise read
     return read
