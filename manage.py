@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 
 if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
-    from django.core.management import execute_from_command_line
+    from acsinfra.command_line import run
 
     began = datetime.now(UTC)
-    execute_from_command_line(sys.argv)
+    run(sys.argv)
     if sys.argv[1:2] in (["createsuperuser"], ["changepassword"]):
         # Django's own two that give power; ours note themselves.
         from accounts.audit import note_djangos_own

@@ -29,6 +29,15 @@ class _Environment(environ.FileAwareEnv):  # type: ignore[misc]
 
     ENVIRON = dict(os.environ)
 
+    def get_value(self, var: str, *args: Any, **kwargs: Any) -> Any:
+        """Say which setting is wrong; its value may be a secret."""
+        try:
+            return super().get_value(var, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise ImproperlyConfigured(
+                f"{var} in the environment is not what README's table of settings asks for."
+            ) from error
+
 
 env = _Environment()
 HOME = Path(env.str("ACSINFRA_HOME", default=str(Path.cwd() / ".acsinfra"))).resolve()
@@ -116,7 +125,10 @@ TEMPLATES = [
 # psycopg's pool gives a view's ORM a connection for one step; the hot path has its own async pool (core.db).
 DATABASES: dict[str, dict[str, Any]] = {"default": {"ENGINE": "django.db.backends.dummy"}}
 if DATABASE_URL:
-    named = env.db_url_config(DATABASE_URL)
+    try:
+        named = env.db_url_config(DATABASE_URL)
+    except ValueError as error:
+        raise ImproperlyConfigured("DATABASE_URL is no URL: postgresql://user:password@host:5432/name.") from error
     # Short times: a request must not wait long for a database that is away.
     pool = {"min_size": 0, "max_size": env.int("DATABASE_POOL_SIZE", default=8), "timeout": 4, "reconnect_timeout": 4}
     options = {"connect_timeout": 5, **named.get("OPTIONS", {}), "pool": pool}
@@ -180,7 +192,10 @@ SECURE_CSP = {
 
 LOGGING_CONFIG = None
 LOG_LEVEL = env.str("LOG_LEVEL", default="INFO")
-logging_config(LOG_LEVEL)
+try:
+    logging_config(LOG_LEVEL)
+except ValueError as error:
+    raise ImproperlyConfigured("LOG_LEVEL is one of DEBUG, INFO, WARNING, ERROR, CRITICAL.") from error
 
 # The HTTP API
 MAX_BODY_BYTES = 10 * 1024 * 1024

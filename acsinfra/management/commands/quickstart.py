@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,15 @@ from acsinfra.quickstart.demonstration import PROMPT, DemonstrationFailed
 from acsinfra.quickstart.home import StartRefused
 from acsinfra.quickstart.start import Quickstart, Report, Stopped, signals_stop
 from acsinfra.quickstart.supervisor import ChildFailed, HomeInUse
+
+MAX_PORT = 65_535
+
+
+def _port(text: str) -> int:
+    """Return the port. The C library would take 99999 for 34463, in silence."""
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_PORT):
+        raise ArgumentTypeError(f"a port is 0 (any free one) to {MAX_PORT}, not {text!r}")
+    return int(text)
 
 
 class Command(BaseCommand):
@@ -29,7 +39,7 @@ class Command(BaseCommand):
         parser.add_argument("--once", action="store_true", help="end after the demonstration")
         parser.add_argument("--json", action="store_true", help="print one JSON object on standard output")
         parser.add_argument("--host", default="127.0.0.1", help="the address to serve on (default %(default)s)")
-        parser.add_argument("--port", type=int, default=8000, help="the port to serve on (default %(default)s)")
+        parser.add_argument("--port", type=_port, default=8000, help="the port to serve on (default %(default)s)")
         parser.add_argument("--home", type=Path, default=settings.HOME, help="the folder for all data (%(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
