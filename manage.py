@@ -6,7 +6,8 @@ import sys
 from datetime import UTC, datetime
 
 if __name__ == "__main__":
-    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
+    # A shell may have another project's still; `--settings` is for those who mean it.
+    os.environ["DJANGO_SETTINGS_MODULE"] = "acsinfra.settings"
     from acsinfra.command_line import run
 
     began = datetime.now(UTC)

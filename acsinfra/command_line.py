@@ -18,11 +18,20 @@ def run(arguments: Sequence[str]) -> None:
     """
     try:
         execute_from_command_line(list(arguments))
+    except UnicodeEncodeError:
+        # Bytes of the command line that are no UTF-8 come as lone surrogates, which no text in the database may hold.
+        if "--traceback" in arguments or all(map(_is_text, arguments)):
+            raise
+        sys.exit("An argument is not UTF-8.")
     except (ImproperlyConfigured, InterfaceError, OperationalError, ProgrammingError) as error:
         message = _explain(error)
         if message is None or "--traceback" in arguments:
             raise
         sys.exit(message)
+
+
+def _is_text(argument: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 
 def _explain(error: Exception) -> str | None:

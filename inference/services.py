@@ -4,6 +4,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -209,6 +210,10 @@ def _only_changeable(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name not in CHANGEABLE_FIELDS:
             raise ValidationError(f"{name} can't be set.")
+    price = fields.get("usd_per_gpu_hour")
+    # Django's own validators fail on one that is not finite, instead of refusing it.
+    if isinstance(price, Decimal | float) and not Decimal(price).is_finite():
+        raise ValidationError({"usd_per_gpu_hour": "This must be a finite amount."})
     return fields
 
 

@@ -32,8 +32,18 @@ WAIT_SECONDS: Final = 5
 Note = Callable[[str], None]
 
 
+# What an operator may have decided since the last start: no fault of the installation.
+OPERATORS_CODES: Final = frozenset(
+    {"budget_exceeded", "harvest_quota_exceeded", "harvest_unsupported", "model_not_found", "spend_cap"}
+)
+
+
 class DemonstrationFailed(Exception):
     """The API did not do what it promises; the message says what was seen."""
+
+
+class DemonstrationRefused(Exception):
+    """The API refused it as an operator decided: a pause, a limit, a model that is off. The message is its own."""
 
 
 def demonstration_prompts() -> list[str]:
@@ -132,7 +142,7 @@ class Demonstration:
         """
         folder.mkdir(parents=True, exist_ok=True)
         result = job["result"]
-        manifest = self._json(httpx.get(result["manifest_url"], timeout=60))
+        manifest = self._json(self._follow(result["manifest_url"]))
         (folder / "stats.safetensors").write_bytes(self._download(result["stats_url"]))
         shards, seen = [], 0
         for described, url in zip(manifest["shards"], result["shard_urls"], strict=True):
@@ -160,14 +170,21 @@ class Demonstration:
         return shards
 
     def _download(self, url: str) -> bytes:
-        # Not by the client: a link needs no key.
-        answer = httpx.get(url, timeout=600)
+        answer = self._follow(url)
         if answer.status_code != 200:
             raise DemonstrationFailed(f"A link of the result answered {answer.status_code}: {answer.text[:300]}")
         return answer.content
 
+    def _follow(self, url: str) -> httpx.Response:
+        # Not by the client: a link needs no key. No proxy reaches this machine's own address, but S3 may need one.
+        return httpx.get(url, timeout=600, trust_env=httpx.URL(url).port != self._client.base_url.port)
+
     def _json(self, answer: httpx.Response, *, status: int = 200) -> dict[str, Any]:
         if answer.status_code != status:
+            is_json = answer.headers.get("Content-Type", "").startswith("application/json")
+            error = answer.json()["error"] if is_json else {}
+            if error.get("code") in OPERATORS_CODES:
+                raise DemonstrationRefused(error["message"])
             raise DemonstrationFailed(
                 f"{answer.request.method} {answer.request.url} answered {answer.status_code}: {answer.text[:500]}"
             )

@@ -6,6 +6,7 @@ TCP rather than Unix sockets: a socket's path may have 107 bytes at most, and a 
 import ctypes
 import importlib.util
 import itertools
+import json
 import os
 import platform
 import pwd
@@ -146,8 +147,9 @@ class EmbeddedPostgres:
             connection.execute(psycopg.sql.SQL("CREATE DATABASE {}").format(psycopg.sql.Identifier(name)))
         return self.url_of(name)
 
-    def _unprivileged(self, owner: pwd.struct_passwd) -> _Unprivileged | None:
-        return _Unprivileged(owner, [self._folder, self._bin]) if os.geteuid() == 0 else None
+    def _unprivileged(self, uid: int) -> _Unprivileged | None:
+        # Another user than root may have no name here, as in a container: it is not looked up.
+        return _Unprivileged(pwd.getpwuid(uid), [self._folder, self._bin]) if os.geteuid() == 0 else None
 
     def _make_data_folder(self) -> None:
         # Under another name until it is whole: a start that was killed here begins again.
@@ -156,11 +158,12 @@ class EmbeddedPostgres:
         partial.mkdir(mode=0o700)
         password_file = self._folder / "password.initdb"
         password_file.write_text(self.password)
-        owner = pwd.getpwuid(os.geteuid())
-        if os.geteuid() == 0:
+        owner_uid = os.geteuid()
+        if owner_uid == 0:
             owner = pwd.getpwnam("nobody")
             for path in (partial, password_file):
                 os.chown(path, owner.pw_uid, owner.pw_gid)
+            owner_uid = owner.pw_uid
         command: list[str | Path] = [
             *(self._bin / "initdb", "-D", partial, "-U", POSTGRES_USER, f"--pwfile={password_file}"),
             *("--auth=scram-sha-256", "--encoding=UTF8", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"),
@@ -173,7 +176,7 @@ class EmbeddedPostgres:
             check=False,
             cwd="/",
             env={"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"},
-            preexec_fn=self._unprivileged(owner),
+            preexec_fn=self._unprivileged(owner_uid),
         )
         password_file.unlink()
         if result.returncode:
@@ -206,9 +209,8 @@ class EmbeddedPostgres:
         }
         if not self._durable:
             options |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
-        owner = pwd.getpwuid(self._data.stat().st_uid) if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
         settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
-        before_exec: Callable[[], None] | None = self._unprivileged(owner)
+        before_exec: Callable[[], None] | None = self._unprivileged(self._data.stat().st_uid)
         return self._supervisor.spawn(
             "postgres",
             [self._bin / "postgres", "-D", self._data, *settings],
@@ -274,7 +276,8 @@ class EmbeddedValkey:
             "bind": "127.0.0.1",
             "port": str(self.port),
             "requirepass": self.password,
-            "dir": f'"{self._folder}"',
+            # JSON's escapes are those that its double quotes know.
+            "dir": json.dumps(str(self._folder), ensure_ascii=False),
             "appendonly": "yes",
             "appendfsync": "everysec",
             "maxmemory-policy": "noeviction",

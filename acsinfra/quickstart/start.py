@@ -20,7 +20,7 @@ import psutil
 import psycopg
 from tokenizers import Tokenizer
 
-from acsinfra.quickstart.demonstration import Demonstration, Shard
+from acsinfra.quickstart.demonstration import Demonstration, DemonstrationRefused, Shard
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.home import (
     StartRefused,
@@ -49,8 +49,18 @@ class Stopped(BaseException):
 
 
 @dataclass(frozen=True)
+class Demonstrated:
+    """What the demonstration left."""
+
+    completion: dict[str, Any]
+    job: dict[str, Any]
+    harvest: dict[str, Any]
+    shards: list[Shard]
+
+
+@dataclass(frozen=True)
 class Report:
-    """What the demonstration left: all that `--json` prints."""
+    """Where everything is and what the demonstration left, None where it was refused: all that `--json` prints."""
 
     base_url: str
     api_key: str
@@ -58,25 +68,27 @@ class Report:
     username: str
     password: str
     models: list[str]
-    completion: dict[str, Any]
-    job: dict[str, Any]
-    harvest: dict[str, Any]
-    shards: list[Shard]
+    demonstrated: Demonstrated | None
     seconds: dict[str, float]
 
     def as_json(self) -> str:
         """Return the one object."""
-        values = {**vars(self), "shards": [shard.summary() for shard in self.shards]}
+        values = {name: value for name, value in vars(self).items() if name != "demonstrated"}
+        if self.demonstrated:
+            values |= vars(self.demonstrated)
+            values["shards"] = [shard.summary() for shard in self.demonstrated.shards]
         return json.dumps(values, ensure_ascii=False)
 
 
 class Quickstart:
     """One start on one home.
 
-    Raises StartRefused, HomeInUse, ChildFailed or DemonstrationFailed, and Stopped on a signal.
+    Raises StartRefused, HomeInUse, ChildFailed, DemonstrationFailed or (where the start `must_demonstrate`, as
+    otherwise it says so and goes on) DemonstrationRefused, and Stopped on a signal.
     """
 
-    def __init__(self, *, home: Path, host: str, port: int) -> None:
+    def __init__(self, *, home: Path, host: str, port: int, must_demonstrate: bool) -> None:
+        self._must_demonstrate = must_demonstrate
         self.models = read_models(os.environ.get("MODELS_FILE"))
         check_engine_library()
         self.host = host
@@ -90,6 +102,16 @@ class Quickstart:
 
     def run(self) -> Report:
         """Start everything and demonstrate."""
+        try:
+            return self._run()
+        except (psycopg.Error, httpx.HTTPError) as error:
+            time.sleep(1)  # what died under a request needs a moment to be seen
+            self.check()
+            raise ChildFailed(
+                f"{type(error).__name__}: {error}. The logs in {self.supervisor.logs} say more."
+            ) from error
+
+    def _run(self) -> Report:
         if self.supervisor.leftovers:
             self.steps.say(f"Ended what an earlier start left behind: {', '.join(self.supervisor.leftovers)}.")
         fetches = self._begin_fetching()
@@ -100,7 +122,16 @@ class Quickstart:
         with self.steps.step("rows", "Database migrated, models and operator's key made"):
             account = self._bring_rows_up_to_date()
         self._start_processes()
-        return self._demonstrate(account)
+        demonstrated = self._demonstrate_if_it_may(account["api_key"])
+        self.steps.end()
+        return Report(
+            base_url=f"{self.env['PUBLIC_URL']}/v1",
+            app_url=f"{self.env['PUBLIC_URL']}/app",
+            models=[model["name"] for model in self.models],
+            demonstrated=demonstrated,
+            seconds=self.steps.seconds,
+            **account,
+        )
 
     def serve(self) -> None:
         """Watch the children until a signal comes. Raises ChildFailed when one ends by itself."""
@@ -128,6 +159,9 @@ class Quickstart:
     def _start_parts(self) -> dict[str, str]:
         urls = {}
         if not os.environ.get("DATABASE_URL"):
+            # libpq's own variables (PGSSLMODE and its like) are about another server than ours.
+            for name in [name for name in os.environ if name.startswith("PG")]:
+                del os.environ[name]
             postgres = EmbeddedPostgres(self.supervisor)
             with self.steps.step("database", "PostgreSQL started"):
                 postgres.start()
@@ -227,14 +261,23 @@ class Quickstart:
 
     # The demonstration
 
-    def _demonstrate(self, account: dict[str, str]) -> Report:
+    def _demonstrate_if_it_may(self, api_key: str) -> Demonstrated | None:
+        """Demonstrate, or serve without: what an operator switched off is switched on again on a server that runs."""
+        try:
+            return self._demonstrate(api_key)
+        except DemonstrationRefused as refused:
+            if self._must_demonstrate:
+                raise
+            self._start_runners()
+            self.steps.say(f"The demonstration was refused: {refused}")
+            return None
+
+    def _demonstrate(self, api_key: str) -> Demonstrated:
         base_url = f"{local_url(self.host, self.port)}/v1"
         shown = next((model for model in self.models if model.get("has_harvest", True)), None)
         if shown is None:
             raise StartRefused("The demonstration needs a model whose harvest is on; MODELS_FILE has none.")
-        demonstration = Demonstration(
-            base_url=base_url, api_key=account["api_key"], model=shown["name"], check=self.check
-        )
+        demonstration = Demonstration(base_url=base_url, api_key=api_key, model=shown["name"], check=self.check)
         loads_both = f"runner-{shown['name']}" in self.supervisor.children
         harvest: dict[str, Any] | None = None
         try:
@@ -264,18 +307,7 @@ class Quickstart:
                 )
         finally:
             demonstration.close()
-        self.steps.end()
-        return Report(
-            base_url=f"{self.env['PUBLIC_URL']}/v1",
-            app_url=f"{self.env['PUBLIC_URL']}/app",
-            models=[model["name"] for model in self.models],
-            completion=completion,
-            job=job,
-            harvest=harvest,
-            shards=shards,
-            seconds=self.steps.seconds,
-            **account,
-        )
+        return Demonstrated(completion, job, harvest, shards)
 
     @cached_property
     def _demonstration_folder(self) -> Path:

@@ -54,6 +54,7 @@ def test_createkey_prints_a_key_that_works() -> None:
         (("ada", "--expires", "yesterday"), "ISO 8601"),
         (("ada", "--expires", "2001-01-01"), "is over"),
         (("ada", "--expires", "99999999999d"), "ISO 8601"),
+        (("ada", "--expires", "9999-12-31T23:59:59-14:00"), "ISO 8601"),
         (("ada", "--name", "n" * 101), "at most 100"),
     ],
 )

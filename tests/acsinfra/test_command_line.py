@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from django.core.management import CommandError, call_command
 
+from acsinfra.command_line import run
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
     ("command", "settings", "says"),
     [
-        (["listmodels"], {}, "Start a quickstart"),
+        (["listmodels"], {"DJANGO_SETTINGS_MODULE": "another.project"}, "Start a quickstart"),
         (["listmodels"], {"REQUESTS_AT_ONCE": "hidden"}, "REQUESTS_AT_ONCE"),
     ],
 )
@@ -34,6 +36,15 @@ def test_a_command_that_cannot_work_says_why(
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
     assert "hidden" not in ran.stderr
+
+
+def test_an_argument_that_is_no_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute(arguments: list[str]) -> None:
+        "\udcff".encode()
+
+    monkeypatch.setattr("acsinfra.command_line.execute_from_command_line", execute)
+    with pytest.raises(SystemExit, match="not UTF-8"):
+        run(["manage.py", "createkey", os.fsdecode(b"\xff")])
 
 
 def test_a_port_that_is_none_is_refused() -> None:

@@ -32,6 +32,8 @@ NOT_A_NEWCOMERS = (
     *("ACSINFRA_HOME", "ALLOWED_HOSTS", "ALLOW_PLAIN_HTTP", "BROKER_URL", "DATABASE_URL", "DJANGO_SETTINGS_MODULE"),
     *("PUBLIC_URL", "SECRET_KEY", "STORAGE_URL"),
 )
+# What a cluster's may have: a proxy that this machine's own address must not go through, another server's PostgreSQL.
+ODD_ENVIRONMENT = {"http_proxy": "http://127.0.0.1:1", "PGSSLMODE": "verify-full"}
 JSON_KEYS = {
     *("base_url", "api_key", "app_url", "username", "password", "models", "completion", "job", "harvest", "shards"),
     "seconds",
@@ -44,7 +46,8 @@ class Run:
     def __init__(self, home: Path, models: Path, *options: str, port: int = 0) -> None:
         self.home = home
         self.environment = {k: v for k, v in os.environ.items() if k not in NOT_A_NEWCOMERS} | {
-            "MODELS_FILE": str(models)
+            "MODELS_FILE": str(models),
+            **ODD_ENVIRONMENT,
         }
         self.process = subprocess.Popen(
             [sys.executable, "manage.py", "quickstart", "--home", str(home), "--port", str(port), *options],
@@ -226,7 +229,7 @@ def test_manage_py_in_another_shell_meets_it(home: Path, second_run: Run, second
     made = subprocess.run(
         [sys.executable, "manage.py", "createkey", second["username"], "--name", "another-shell"],
         cwd=PROJECT,
-        env={**second_run.environment, "ACSINFRA_HOME": str(home)},
+        env={**second_run.environment, "ACSINFRA_HOME": str(home), "PGSSLMODE": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -85,8 +85,8 @@ def test_data_survives_kill_9_of_both_servers(home: Path) -> None:
     second.close()
 
 
-def test_a_long_home_path_works(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path / ("long" * 40) / ("path" * 40))
+def test_a_long_and_odd_home_path_works(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path / ("long" * 40) / ("p\"'% \\#é" * 20))
     postgres, valkey = EmbeddedPostgres(supervisor, durable=False), EmbeddedValkey(supervisor)
     postgres.start()
     valkey.start()

@@ -154,6 +154,8 @@ def test_addmodel_reads_a_folder(tiny_model: Path) -> None:
         (["tiny", "--source", "{tiny}", "--arg", "enforce_eager"], "not key=value"),
         (["tiny", "--source", "{tiny}", "--kv-cache-gib", "-1"], "must be over 0"),
         (["tiny", "--source", "{tiny}", "--kv-cache-gib", "nan"], "must be over 0"),
+        (["tiny", "--source", "{tiny}", "--usd-per-gpu-hour", "two"], "no amount of USD"),
+        (["tiny", "--source", "{tiny}", "--usd-per-gpu-hour", "nan"], "finite amount"),
         (["a/b", "--source", "{tiny}"], "name: Letters"),
         (["tiny", "--update"], "There is no model tiny"),
     ],

@@ -1,7 +1,7 @@
 """What the commands on keys share."""
 
 from argparse import ArgumentParser, ArgumentTypeError
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from django.core.management.base import CommandError
 from django.utils import timezone
@@ -40,9 +40,10 @@ def moment(text: str) -> datetime:
     """A time to come: ISO 8601, or `30d` for days from now."""
     try:
         when = timezone.now() + timedelta(days=int(text[:-1])) if text.endswith("d") else datetime.fromisoformat(text)
+        # In UTC, as it is kept: PostgreSQL takes a time past 9999, and then no read of its row succeeds.
+        when = (when if when.tzinfo else timezone.make_aware(when)).astimezone(UTC)
     except (ValueError, OverflowError):
         raise ArgumentTypeError("give an ISO 8601 time, or days such as 30d") from None
-    when = when if when.tzinfo else timezone.make_aware(when)
     if when <= timezone.now():
         raise ArgumentTypeError("this time is over")
     return when

@@ -20,7 +20,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            with options["file"].open(encoding="utf-8") as lines, transaction.atomic():
+            with options["file"].open(encoding="utf-8-sig") as lines, transaction.atomic():
                 count = services.import_keys(lines=lines)
                 said = f"Keys made: {count.made}; here already: {count.present}; Users made: {count.users_made}."
                 note_command(said, name="keys of the old platform")

@@ -10,9 +10,9 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from acsinfra.quickstart.demonstration import PROMPT, DemonstrationFailed
+from acsinfra.quickstart.demonstration import PROMPT, DemonstrationFailed, DemonstrationRefused
 from acsinfra.quickstart.home import StartRefused
-from acsinfra.quickstart.start import Quickstart, Report, Stopped, signals_stop
+from acsinfra.quickstart.start import Demonstrated, Quickstart, Report, Stopped, signals_stop
 from acsinfra.quickstart.supervisor import ChildFailed, HomeInUse
 
 MAX_PORT = 65_535
@@ -49,12 +49,16 @@ class Command(BaseCommand):
                 self._run(once=options["once"], as_json=options["json"], **{k: options[k] for k in HOME_OPTIONS})
             except (StartRefused, HomeInUse, ChildFailed, DemonstrationFailed) as error:
                 raise CommandError(str(error)) from error
+            except DemonstrationRefused as refused:
+                raise CommandError(f"The demonstration was refused: {refused}") from refused
+            except OSError as error:  # a home that can't be written, a full disk
+                raise CommandError(f"{error.filename or options['home']}: {error.strerror or error}.") from error
             except Stopped as stopped:
                 # Before it served, a signal means that what was asked for was not done.
                 sys.exit(128 + stopped.number)
 
     def _run(self, *, once: bool, as_json: bool, home: Path, host: str, port: int) -> None:
-        quickstart = Quickstart(home=home, host=host, port=port)
+        quickstart = Quickstart(home=home, host=host, port=port, must_demonstrate=once or as_json)
         try:
             report = quickstart.run()
             self.stdout.write(report.as_json() if as_json else self._describe(report, quickstart, goes_on=not once))
@@ -72,18 +76,9 @@ class Command(BaseCommand):
             self.stderr.write("Stopping every process …")
 
     def _describe(self, report: Report, quickstart: Quickstart, *, goes_on: bool) -> str:
-        shard = report.shards[0]
-        tensors = list(shard.tensors.items())
         lines = [
             "",
-            f"{PROMPT!r} → {report.completion['choices'][0]['text']!r}",
-            f"Job {report.job['id']}: {report.job['status']}.",
-            f"Harvest job {report.harvest['job_id']}: {report.harvest['n_prompts']} prompts, "
-            f"{report.harvest['tokens']} tokens, layers {report.harvest['layers']}.",
-            f"{shard.file}:",
-            *(f"  {name:<10} {tensor['dtype']:<9} {tensor['shape']}" for name, tensor in tensors[:6]),
-            f"  and {len(tensors) - 6} more tensors.",
-            "",
+            *(_describe_demonstrated(report.demonstrated) if report.demonstrated else ()),
             f"Data      {quickstart.home}  (logs in {quickstart.supervisor.logs})",
         ]
         if goes_on:
@@ -99,6 +94,21 @@ class Command(BaseCommand):
                 f"  -H \"Content-Type: application/json\" -d '{body}'",
             ]
         return "\n".join(lines)
+
+
+def _describe_demonstrated(done: Demonstrated) -> list[str]:
+    shard = done.shards[0]
+    tensors = list(shard.tensors.items())
+    return [
+        f"{PROMPT!r} → {done.completion['choices'][0]['text']!r}",
+        f"Job {done.job['id']}: {done.job['status']}.",
+        f"Harvest job {done.harvest['job_id']}: {done.harvest['n_prompts']} prompts, "
+        f"{done.harvest['tokens']} tokens, layers {done.harvest['layers']}.",
+        f"{shard.file}:",
+        *(f"  {name:<10} {tensor['dtype']:<9} {tensor['shape']}" for name, tensor in tensors[:6]),
+        f"  and {len(tensors) - 6} more tensors.",
+        "",
+    ]
 
 
 HOME_OPTIONS = ("home", "host", "port")

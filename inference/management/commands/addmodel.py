@@ -1,7 +1,7 @@
 """`manage.py addmodel NAME --source …`: add a Base model, or with --update change one."""
 
 import argparse
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from django.core.exceptions import ValidationError
@@ -30,7 +30,7 @@ class Command(BaseCommand):
         parser.add_argument("--max-model-len", type=int, help="Lowers the context, in tokens.")
         parser.add_argument("--tensor-parallel-size", type=int, help="GPUs (or CPU sockets) that one engine spans.")
         parser.add_argument("--gpus", type=int, help="GPUs that one engine costs; default: the tensor parallel size.")
-        parser.add_argument("--usd-per-gpu-hour", type=Decimal, help="What the Spend limit counts; default: 0.")
+        parser.add_argument("--usd-per-gpu-hour", type=_price, help="What the Spend limit counts; default: 0.")
         parser.add_argument("--kv-cache-gib", type=float, help="Memory for keys and values, in GiB.")
         parser.add_argument("--max-num-seqs", type=int, help="Sequences that an engine runs at once.")
         parser.add_argument("--harvest", action=argparse.BooleanOptionalAction, help="Take Harvest jobs (default).")
@@ -70,6 +70,14 @@ class Command(BaseCommand):
 
     def _progress(self, text: str) -> None:
         self.stderr.write(text)
+
+
+def _price(text: str) -> Decimal:
+    """Return an amount; what Decimal raises is no ValueError, which argparse waits for."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of USD such as 2.5") from None
 
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
