@@ -12,6 +12,9 @@ from inference.wire import PositionLogprobs, Sampling, TokenLogprob
 # What vLLM 0.32 allows; past it the worker sets the temperature that was asked for.
 _VLLM_MIN_TEMPERATURE, _VLLM_MAX_TEMPERATURE = 0.01, 2.0
 _GREEDY_BELOW = 1e-5
+# Logits are divided by it in float32: below, they overflow and sampling meets infinity less infinity. It is certain to
+# repeat long before.
+_MIN_REPETITION_PENALTY = 1e-30
 # The rank of a token that was asked for by id and is not among the likeliest: it is not computed.
 RANK_UNKNOWN = 0
 
@@ -30,7 +33,7 @@ def make_sampling_params(sampling: Sampling, *, extra_args: dict[str, Any] | Non
         min_p=sampling.min_p,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=max(sampling.repetition_penalty, _MIN_REPETITION_PENALTY),
         seed=sampling.seed,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),

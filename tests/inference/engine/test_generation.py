@@ -71,6 +71,12 @@ def test_deltas_put_together_are_the_whole(roomy: EngineThread) -> None:
         assert [position[0].token_id for position in delta.logprobs] == list(delta.token_ids)
 
 
+def test_a_repetition_penalty_too_small_for_float32_repeats(roomy: EngineThread) -> None:
+    prompt = make_prompt(24)
+    request = make_request(prompt, max_tokens=4, temperature=1.0, seed=3, repetition_penalty=1e-320, logprobs=1)
+    assert set(generated_ids(roomy.answer(request))) <= set(prompt)
+
+
 def test_the_whole_vocabulary_of_each_prompt_token(roomy: EngineThread, reference: ReferenceModel) -> None:
     prompt = make_prompt(9)
     deltas, _ = roomy.answer(make_request(prompt, max_tokens=0, prompt_logprobs=-1))
