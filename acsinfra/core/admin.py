@@ -12,11 +12,12 @@ from typing import Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.widgets import AutocompleteSelect
 from django.contrib.auth import get_user_model
 from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
 from django.db import transaction
-from django.db.models import Model, Q, QuerySet
+from django.db.models import ForeignKey, Model, Q, QuerySet
 from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
@@ -56,6 +57,21 @@ class CappedPaginator(Paginator[Any]):
         return min(self._counted, COUNTED_AT_MOST)
 
 
+class _ChoiceById(AutocompleteSelect):
+    """Django's, without its server error when a form comes back with an id that is none."""
+
+    def optgroups(self, name: str, value: list[str], attr: dict[str, Any] | None = None) -> Any:
+        """The rows chosen, of those ids that are some."""
+        return super().optgroups(name, [each for each in value if self._is_id(each)], attr)
+
+    def _is_id(self, text: str) -> bool:
+        try:
+            self.field.remote_field.model._meta.pk.to_python(text)
+        except ValidationError:
+            return False
+        return True
+
+
 class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
     """The base of our admins: capped pages, no sorting by columns without an index, an audit log that says how."""
 
@@ -66,6 +82,12 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
     list_max_show_all = 0
     sortable_by: ClassVar[tuple[str, ...]] = ()
     actions_selection_counter = True
+
+    def formfield_for_foreignkey(self, db_field: ForeignKey[Any], request: HttpRequest, **kwargs: Any) -> Any:
+        """Django's, with our widget where rows are searched for."""
+        if db_field.name in self.get_autocomplete_fields(request):
+            kwargs.setdefault("widget", _ChoiceById(db_field, self.admin_site))
+        return super().formfield_for_foreignkey(db_field, request, **kwargs)
 
     def get_actions(
         self, request: HttpRequest, action_location: admin.ActionLocation = admin.ActionLocation.CHANGE_LIST

@@ -126,3 +126,10 @@ def filled(page: Any) -> dict[str, Any]:
     for formset in page.context["inline_admin_formsets"]:
         values |= {field.html_name: field.value() for field in formset.formset.management_form}
     return values
+
+
+@pytest.mark.parametrize("user", ["ada", "1e400", "9" * 30, "٣"])
+def test_a_key_of_a_user_that_is_none_is_refused_on_its_form(operator: Client, user: str) -> None:
+    answer = operator.post("/admin/accounts/apikey/add/", {"user": user, "name": "laptop"})
+    assert answer.status_code == 200
+    assert "Select a valid choice" in answer.content.decode()
