@@ -26,6 +26,7 @@ from harvest.runner.splitting import try_prompts
 from harvest.runner.stopwatch import Stopwatch
 from harvest.runner.windows import WindowMemory
 from inference.engine.errors import EngineDied, EngineRefused, RequestFault
+from inference.engine.importing import without_collections
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
 from inference.engine.trial import TrialStopped
 from inference.models import BaseModel, Engine
@@ -135,7 +136,7 @@ class Runner:
     def _run(self, job: HarvestJob, keeper: LeaseKeeper) -> None:
         """Run a claimed job to one of its ends, or put it back. Raises LeaseLostError, DatabaseError."""
         watch = Stopwatch()
-        with watch.measure("load_s"):
+        with watch.measure("load_s"), without_collections():
             # torch and vllm: seconds, at the first job.
             from harvest.runner.run import HarvestRun, RunStopped
 

@@ -11,8 +11,10 @@ from importlib import metadata
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-# What an engine's process imports until it serves.
-_PRELOADED = ["vllm.v1.engine.core", "vllm.model_executor.models.llama", "inference.engine.worker"]
+from inference.engine.importing import ENGINE_IMPORTS
+
+# Python 3.12 looks for ours in the working folder alone, and goes on to the next where it isn't found.
+_PRELOADED = ["inference.engine.preloaded", *ENGINE_IMPORTS]
 
 
 def start_fork_server() -> None:

@@ -27,6 +27,7 @@ from inference.bus.frames import Cancel, Control
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import EngineRefused
 from inference.engine.fork_server import start_fork_server
+from inference.engine.importing import without_collections
 from inference.engine.leftovers import end_leftovers, forget_engine_processes, record_engine_processes
 from inference.models import BaseModel
 from inference.services import engine_options
@@ -127,7 +128,8 @@ class InferenceWorker:
     async def _start(self, registration: Registration) -> None:
         # Both import vllm, which takes seconds: the registration's heartbeats go on meanwhile.
         start_fork_server()
-        from inference.engine.front import InferenceEngine
+        with without_collections():
+            from inference.engine.front import InferenceEngine
 
         async def start_engine() -> InferenceEngine:
             engine = await InferenceEngine.start(self._options, name=self._name)
