@@ -28,13 +28,18 @@ def while_serving(opener: Opener) -> Opener:
 
 
 class Lifespan:
-    """ASGI middleware that answers the lifespan protocol and passes all else on."""
+    """ASGI middleware that answers the lifespan protocol, refuses WebSockets and passes HTTP on."""
 
     def __init__(self, app: ASGI3Application) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         """One connection of ASGI."""
+        if scope["type"] == "websocket":
+            await receive()
+            # A server answers 403. Django would raise, and the server answer 500.
+            await send({"type": "websocket.close", "code": 1000, "reason": "There are no WebSockets here."})
+            return
         if scope["type"] != "lifespan":
             await self.app(scope, receive, send)
             return

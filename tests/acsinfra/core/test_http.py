@@ -258,3 +258,9 @@ def test_the_log_line_names_the_request_and_keeps_the_key_secret(
     assert line["ms"] >= 0
     assert text not in caplog.text
     assert "private" not in caplog.text
+
+
+def test_a_websocket_is_refused(server: LiveServer) -> None:
+    upgrade = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13"
+    answer = raw(server, f"GET {ROUTE} HTTP/1.1\r\n{upgrade}\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")
+    assert answer.status == 403
