@@ -60,7 +60,7 @@ class CappedPaginator(Paginator[Any]):
 class _ChoiceById(AutocompleteSelect):
     """Django's, without its server error when a form comes back with an id that is none."""
 
-    def optgroups(self, name: str, value: list[str], attr: dict[str, Any] | None = None) -> Any:
+    def optgroups(self, name: str, value: Sequence[str], attr: dict[str, Any] | None = None) -> Any:
         """The rows chosen, of those ids that are some."""
         return super().optgroups(name, [each for each in value if self._is_id(each)], attr)
 
