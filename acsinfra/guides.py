@@ -30,7 +30,6 @@ SLUGS: Final = (
     "run-your-own",
 )
 FOLDER: Final[Path] = settings.BASE_DIR / "docs"
-SETTINGS: Final = "{{ settings }}"
 LEXERS: Final = {"sh": "bash", "python": "python", "json": "json"}
 _FORMATTER: Final[HtmlFormatter[str]] = HtmlFormatter(nowrap=True)
 
@@ -77,7 +76,7 @@ def all_on_one_page() -> str:
 
 
 def _read(slug: str) -> Guide:
-    text = (FOLDER / f"{slug}.md").read_text(encoding="utf-8").replace(SETTINGS, _table_of_settings())
+    text = (FOLDER / f"{slug}.md").read_text(encoding="utf-8")
     markdown = MarkdownIt("commonmark", {"html": False}, renderer_cls=_Renderer).enable("table")
     tokens = markdown.parse(text)
     headings: list[Heading] = []
@@ -93,13 +92,6 @@ def _read(slug: str) -> Guide:
             headings.append(Heading(inline.content, anchor))
     html = markdown.renderer.render(tokens, markdown.options, {})
     return Guide(slug, title, text, html, tuple(headings))
-
-
-def _table_of_settings() -> str:
-    """The README's table of settings, which a test holds to the settings themselves."""
-    readme = (settings.BASE_DIR / "README.md").read_text(encoding="utf-8")
-    start = readme.index("| setting |")
-    return readme[start : readme.index("\n\n", start)]
 
 
 def _without_marks(text: str) -> str:

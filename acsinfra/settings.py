@@ -1,4 +1,4 @@
-"""Django's settings, read from the environment; README's table of settings describes each.
+"""Django's settings, read from the environment; the table in docs/run-your-own.md describes each.
 
 A file `env` in `ACSINFRA_HOME` (written by `manage.py quickstart`) fills in what the environment does not name, so that
 `manage.py createkey` in another shell meets the running quickstart. What is missing or unsafe is reported by
@@ -35,7 +35,7 @@ class _Environment(environ.FileAwareEnv):  # type: ignore[misc]
             return super().get_value(var, *args, **kwargs)
         except (TypeError, ValueError) as error:
             raise ImproperlyConfigured(
-                f"{var} in the environment is not what README's table of settings asks for."
+                f"{var} in the environment is not what the table of settings in docs/run-your-own.md asks for."
             ) from error
 
 

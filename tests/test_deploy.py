@@ -103,8 +103,8 @@ def test_the_compose_file_holds_together() -> None:
     assert (ROOT / services["api"]["build"]["dockerfile"]).exists()
 
 
-def test_settings_are_those_of_the_readme() -> None:
-    known = set(re.findall(r"`([A-Z_]+)`", (ROOT / "README.md").read_text()))
+def test_settings_are_those_of_the_guide() -> None:
+    known = set(re.findall(r"`([A-Z_]+)`", (ROOT / "docs" / "run-your-own.md").read_text()))
     example = (DEPLOY / "acsinfra.env.example").read_text()
     named = set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
     named |= set(compose()["services"]["api"]["environment"])

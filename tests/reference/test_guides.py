@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
@@ -17,7 +16,6 @@ from acsinfra.core.views import openapi_document
 from acsinfra.guides import FOLDER, SLUGS, guides
 from tests.reference.guide_blocks import Block, blocks
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
 # What a cluster's blocks may call besides our own commands.
 OTHER_PROGRAMS: Final = {"export", "git", "pg_dump", "pg_restore"}
 GROUPS: Final = {"server", "cpu", "gpu", "dev"}
@@ -66,13 +64,6 @@ def test_the_table_of_errors_has_every_code_with_its_status() -> None:
     expected = {code.value: str(STATUS_OF_CODE.get(code, 400)) for code in ErrorCode} | {"model_not_found": "400, 404"}
     assert written == expected
     assert len(rows) == len(expected)
-
-
-def test_the_table_of_settings_is_that_of_the_environment() -> None:
-    settings = (ROOT / "acsinfra" / "settings.py").read_text()
-    read = set(re.findall(r"""\benv(?:\.\w+)?\(\s*"([A-Z_]+)\"""", settings))
-    table = [line for line in guides()["run-your-own"].text.splitlines() if line.startswith("| `")]
-    assert set(re.findall(r"`([A-Z_]+)`", "".join(table))) >= read
 
 
 @pytest.mark.parametrize("block", _of("json"))
