@@ -9,7 +9,7 @@ from django.http.response import HttpResponseBase
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from acsinfra.core.body_limit import BODY_PASSED_LIMIT
+from acsinfra.core.body_limit import BODY_PASSED_LIMIT, BODY_STALLED
 from acsinfra.core.errors import ApiError, ErrorCode, invalid
 from acsinfra.core.parsers import check_content_type, parse_json
 from acsinfra.core.renderers import render_json
@@ -53,11 +53,14 @@ class ApiView(APIView):  # type: ignore[misc]
         """Check the key and its rate, then the size and the JSON of a body; raises ApiError."""
         authenticator: Any = self.authentication_classes[0]()
         request.user, request.auth = await authenticator.authenticate_async(request)
-        passed_limit = getattr(request._request, "scope", {}).get(BODY_PASSED_LIMIT)
+        scope = getattr(request._request, "scope", {})
+        passed_limit = scope.get(BODY_PASSED_LIMIT)
         if passed_limit is not None:
             raise ApiError(
                 ErrorCode.REQUEST_TOO_LARGE, f"The body is too large: at most {passed_limit:,} bytes are taken here."
             )
+        if BODY_STALLED in scope:
+            raise invalid(f"The body stopped coming: none of it came for {scope[BODY_STALLED]:g} s.")
         _check_query(request._request)
         if request.method == "POST" and self.takes_json and hasattr(self, "post"):
             check_content_type(request.headers)

@@ -17,7 +17,7 @@ from django.http.response import HttpResponseBase
 from django.urls import resolve
 from django.utils.module_loading import import_string
 
-from acsinfra.core.body_limit import BODY_PASSED_LIMIT
+from acsinfra.core.body_limit import BODY_PASSED_LIMIT, BODY_STALLED
 from acsinfra.core.errors import ApiError, error_of_status, invalid, not_found
 from acsinfra.core.ids import new_request_id
 from acsinfra.core.paths import is_api_path, is_page_path, loggable_path
@@ -178,6 +178,8 @@ class PagesOnlyMiddleware(AsyncMiddleware):
             return await self.get_response(request)
         if BODY_PASSED_LIMIT in getattr(request, "scope", {}):
             return HttpResponse("The body is too large.", status=413, content_type=PLAIN)
+        if BODY_STALLED in getattr(request, "scope", {}):
+            return HttpResponse("The body stopped coming.", status=400, content_type=PLAIN)
         # PostgreSQL takes none in a text, and no page's address has one.
         if "\0" in request.path_info or "%00" in request.META.get("QUERY_STRING", ""):
             return HttpResponse("The address holds a NUL character.", status=400, content_type=PLAIN)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from django.conf import settings
 
+from acsinfra.asgi import application
 from acsinfra.core.body_limit import BODY_PASSED_LIMIT, BodyLimit
 from tests.live_server import LiveServer, read_answer
 
@@ -92,6 +93,19 @@ def test_nothing_is_read_of_a_request_without_a_key(server: LiveServer) -> None:
     with server.client() as client:
         assert client.request("OPTIONS", ROUTE, content=b"{}").status_code == 204
         assert client.post("/v1/none", content=b"{}").status_code == 404
+
+
+@pytest.mark.parametrize("begun", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
+def test_a_body_that_stops_coming_is_not_waited_for(
+    server: LiveServer, key: str, begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application.app, "stall_seconds", 0.2)
+    host = b" HTTP/1.1\r\nHost: localhost\r\n"
+    head = b"POST " + ROUTE.encode() + host + b"Content-Type: application/json\r\nAuthorization: Bearer "
+    answer = server.send(head + key.encode() + b"\r\n" + begun)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_request")
+    assert answer.error["message"].startswith("The body stopped coming")
+    assert server.send(b"POST /app/sign-in" + host + begun).status == 400
 
 
 async def test_the_application_sees_at_most_the_limit_and_then_only_the_disconnect() -> None:
