@@ -76,7 +76,7 @@ def test_pause_resume_and_revoke_by_id_or_text() -> None:
         assert f"is {state}." in run(command, named)
         key.refresh_from_db()
         assert key.state == state
-    for nobody in ("sk-acs-nobody1", "999999", "", "sk"):
+    for nobody in ("sk-acs-nobody1", "999999", "", "sk", text[:-1], f"{text}x", key.prefix[:-1]):
         with pytest.raises(CommandError, match="No key"):
             run("pausekey", nobody)
     assert text not in run("listkeys")

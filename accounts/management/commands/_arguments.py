@@ -4,21 +4,24 @@ from argparse import ArgumentParser, ArgumentTypeError
 from datetime import UTC, datetime, timedelta
 
 from django.core.management.base import CommandError
+from django.db.models import Q
 from django.utils import timezone
 
+from accounts.keys import digest_of
 from accounts.models import ApiKey, User
 
 
 def add_key_argument(parser: ArgumentParser) -> None:
-    """Take a key by its id or the beginning of its text."""
-    parser.add_argument("key", help="The id that listkeys shows, or the beginning of the key's text.")
+    """Take a key by its id, its prefix or its whole text."""
+    parser.add_argument("key", help="The id or the prefix that listkeys shows, or the whole key.")
 
 
 def find_key(named: str) -> ApiKey:
     """The one key that `named` means; raises CommandError."""
     matching = ApiKey.objects.filter(pk=int(named)) if named.isdecimal() and len(named) < 19 else None
     if matching is None:
-        matching = ApiKey.objects.filter(prefix=named[:12]) if len(named) >= 12 else ApiKey.objects.none()
+        # Not what begins alike: a whole key with a slip in it must not name another.
+        matching = ApiKey.objects.filter(Q(prefix=named) | Q(digest=digest_of(named)))
     match list(matching[:2]):
         case [key]:
             return key
