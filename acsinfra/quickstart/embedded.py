@@ -109,8 +109,8 @@ class EmbeddedPostgres:
         return self.url_of(DATABASE)
 
     def url_of(self, database: str) -> str:
-        """Return the DATABASE_URL of another database of this server."""
-        return f"postgres://{POSTGRES_USER}:{self.password}@127.0.0.1:{self.port}/{database}"
+        """Return the DATABASE_URL of another database of this server, whatever PGSSLMODE says of others."""
+        return f"postgres://{POSTGRES_USER}:{self.password}@127.0.0.1:{self.port}/{database}?sslmode=disable"
 
     def start(self, *, port: int | None = None) -> Child:
         """Start it, on a free port or on `port`, and wait until it answers. Raises ChildFailed.

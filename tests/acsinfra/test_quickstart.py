@@ -229,7 +229,7 @@ def test_manage_py_in_another_shell_meets_it(home: Path, second_run: Run, second
     made = subprocess.run(
         [sys.executable, "manage.py", "createkey", second["username"], "--name", "another-shell"],
         cwd=PROJECT,
-        env={**second_run.environment, "ACSINFRA_HOME": str(home), "PGSSLMODE": ""},
+        env={**second_run.environment, "ACSINFRA_HOME": str(home)},
         capture_output=True,
         text=True,
         check=False,

@@ -203,7 +203,7 @@ async def test_64_requests_to_four_api_processes_with_room_for_10_are_10(
 
 def test_a_completion_is_three_statements(inference_stack: Stack, user: StackUser, tmp_path: Path) -> None:
     """Its key, its Hold and its settlement; the Base models and the spending are read once a second for all."""
-    logged = f"{inference_stack.env['DATABASE_URL']}?{urllib.parse.urlencode({'options': '-c log_statement=all'})}"
+    logged = f"{inference_stack.env['DATABASE_URL']}&{urllib.parse.urlencode({'options': '-c log_statement=all'})}"
     (log,) = (conftest.HOME / "logs").glob("postgres*")
 
     entry = re.compile(r"LOG:  (?:execute [^:]*|statement): +(.*?)(?=\n\S*\d{4}-\d\d-\d\d |\Z)", re.DOTALL)
