@@ -86,6 +86,7 @@ _FIRST = (
     "tests/acsinfra/test_quickstart.py",
     "tests/jobs/test_jobs_faults.py",
     "tests/harvest/test_harvest_faults.py",
+    "tests/benchmarks/chaos/test_chaos.py",
 )
 _STACK_FIXTURES = {"stack", "api", "inference_stack", "harvest_stack"}
 

@@ -176,7 +176,13 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
 
 async def give_back_connection() -> None:
     """Give back the connection by which Django read a session for an async view, which would keep it while it waits."""
-    await sync_to_async(close_old_connections)()
+    await sync_to_async(_give_back)()
+
+
+def _give_back() -> None:
+    # Closing it would end a transaction that is under way.
+    if not connections["default"].in_atomic_block:
+        close_old_connections()
 
 
 def _take_connection() -> None:
