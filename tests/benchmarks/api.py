@@ -88,6 +88,7 @@ class Plan:
     waiting_jobs: int = 100_000
     claims: int = 200
     hold_seconds: float = 3.0
+    is_quick: bool = False
 
     def answers(self, clients: int) -> int:
         """How many answers a round has at so many clients."""
@@ -105,6 +106,7 @@ QUICK = Plan(
     ended_jobs=100_000,
     claims=50,
     hold_seconds=1.0,
+    is_quick=True,
 )
 
 
@@ -129,7 +131,7 @@ def measure(
         steps.end()
     return {
         "machine": {"cpus": os.cpu_count(), "load_before": load_before},
-        "model": {"source": source or "tiny", "max_num_seqs": max_num_seqs, "quick": plan is QUICK},
+        "model": {"source": source or "tiny", "max_num_seqs": max_num_seqs, "quick": plan.is_quick},
         **figures,
         "seconds": steps.seconds,
     }
@@ -323,7 +325,7 @@ class ApiBench:
 
 MEASURES: dict[str, tuple[str, Callable[[ApiBench], Any]]] = {
     "one_token": ("Completions of one token, one client", ApiBench.one_token),
-    "levels": ("Longer answers at 1, 16, 64 and 256 clients", ApiBench.levels),
+    "levels": ("Longer answers of several clients at once", ApiBench.levels),
     "completions": ("Completions a second", ApiBench.completions),
     "waiting": ("Requests waiting at once in one API process", ApiBench.waiting),
     "jobs": ("Job submits and claims", ApiBench.jobs),

@@ -1,6 +1,7 @@
 """`manage.py bench api|harvest|holds`: what this machine does a second. `tests/benchmarks` has how it is measured."""
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -29,6 +30,7 @@ class Command(BaseCommand):
         )
         api.add_argument("--quick", action="store_true", help="fewer repetitions, fewer rows")
         api.add_argument("--only", nargs="+", choices=API_FIGURES, default=(), help="measure these alone")
+        api.add_argument("--clients", type=int, nargs="+", help="the levels (default: 1 16 64 256)")
         api.add_argument("--source", help="the checkpoint, as addmodel takes it (default: a tiny random model)")
         api.add_argument("--dtype", default="auto", help="of --source (default %(default)s)")
         api.add_argument("--max-num-seqs", type=int, default=64, help="of both engines (default %(default)s)")
@@ -70,11 +72,14 @@ def _api(options: dict[str, Any]) -> tuple[dict[str, Any], str]:
     from tests.benchmarks.parts import BenchFailed
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    plan = api.QUICK if options["quick"] else api.FULL
+    if options["clients"]:
+        plan = dataclasses.replace(plan, levels=tuple(options["clients"]))
     with signals_stop():
         try:
             check_engine_library()
             figures = api.measure(
-                plan=api.QUICK if options["quick"] else api.FULL,
+                plan=plan,
                 source=options["source"],
                 dtype=options["dtype"],
                 max_num_seqs=options["max_num_seqs"],
