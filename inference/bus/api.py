@@ -21,6 +21,7 @@ from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import keys
 from inference.bus.envelope import publish
 from inference.bus.frames import ALIVE_FOR, RENEW_EVERY, REPLIES_FOR, Cancel, Fault
+from inference.bus.lost import send_lost_again
 from inference.bus.places import Places
 from inference.bus.replies import Inbox, ReplyReader, post_control
 from inference.wire import CompletionWork
@@ -94,7 +95,7 @@ class Bus:
         inbox = Inbox(request_id=work.request_id, model=work.model, courier=self._courier)
         self._inboxes[work.request_id] = inbox
         try:
-            await publish(work, reply_to=self.process, courier=self._courier)
+            inbox.posted = await publish(work, reply_to=self.process, courier=self._courier)
         except BaseException:
             self.close_inbox(inbox, is_over=False)
             raise
@@ -103,7 +104,8 @@ class Bus:
 
     def close_inbox(self, inbox: Inbox, *, is_over: bool) -> None:
         """Read no more; unless the answer `is_over`, the engine is told to stop."""
-        if self._inboxes.pop(inbox.request_id, None) is not None and not is_over:
+        # What was sent again may be there twice: nobody waits for the other.
+        if self._inboxes.pop(inbox.request_id, None) is not None and (not is_over or inbox.sendings > 1):
             self._cancel(inbox)
 
     async def stop(self, inbox: Inbox) -> Count | None:
@@ -193,6 +195,8 @@ class Bus:
                 await self.places.look_again()
                 await self._fail_what_died()
                 await self._fail_what_nobody_serves()
+                connected_at = max(self._courier.connected_at, self._reader.connected_at)
+                await send_lost_again(self._inboxes, courier=self._courier, connected_at=connected_at)
             except BrokerAway:
                 continue
             except Exception:

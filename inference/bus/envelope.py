@@ -6,6 +6,9 @@ holds the format against a real Celery worker and against `apply_async` itself.
 
 import base64
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -24,6 +27,15 @@ PUBLISH = """
 if redis.call('SET', KEYS[2], '1', 'NX', 'EX', ARGV[2]) then redis.call('LPUSH', KEYS[1], ARGV[1]) end
 return 1
 """
+# The mark holds the number of the sending, so that this too may be tried again: a worker may have the message by then.
+# It goes to the end that workers take from, which is where the search begins.
+SEND_AGAIN = """
+if redis.call('GET', KEYS[2]) == ARGV[2] then return 1 end
+if redis.call('LPOS', KEYS[1], ARGV[1], 'RANK', -1) then return 0 end
+redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
+redis.call('RPUSH', KEYS[1], ARGV[1])
+return 1
+"""
 
 _json = msgspec.json.Encoder()
 
@@ -38,11 +50,23 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     work: str | None = None
 
 
-def celery_message(*, task: str, queue: str, kwargs: dict[str, object]) -> bytes:
-    """The message by which Celery (5.7, protocol 2, kombu's Redis transport) runs `task` with `kwargs` from `queue`."""
-    task_id = str(uuid.uuid4())
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Work that was published, from which its message can be made again to the byte; no copy of it is kept."""
+
+    work: CompletionWork
+    reply_to: str
+    pieces: int
+
+
+def celery_message(*, task: str, queue: str, kwargs: dict[str, object], task_id: str = "") -> bytes:
+    """The message by which Celery (5.7, protocol 2, kombu's Redis transport) runs `task` with `kwargs` from `queue`.
+
+    With a `task_id` it is a pure function of its arguments.
+    """
+    task_id = task_id or str(uuid.uuid4())
     body = _json.encode([[], kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
-    return _json.encode(
+    return encode_message(
         {
             "body": base64.b64encode(body).decode(),
             "content-encoding": "utf-8",
@@ -76,23 +100,59 @@ def celery_message(*, task: str, queue: str, kwargs: dict[str, object]) -> bytes
                 "delivery_info": {"exchange": "", "routing_key": queue},
                 "priority": 0,
                 "body_encoding": "base64",
-                "delivery_tag": str(uuid.uuid4()),
+                "delivery_tag": task_id,
             },
         }
     )
 
 
-async def publish(work: CompletionWork, *, reply_to: str, courier: Courier) -> None:
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """A message as it lies in its queue; what was decoded from there becomes the same bytes again."""
+    return _json.encode(message)
+
+
+async def publish(work: CompletionWork, *, reply_to: str, courier: Courier) -> Posted:
     """Put `work` on its model's queue, for answers to API process `reply_to`; raises BrokerAway."""
     encoded = _json.encode(work)
-    envelope = Envelope(request_id=work.request_id, reply_to=reply_to, deadline=work.deadline)
-    if len(encoded) <= PIECE_BYTES:
-        envelope = msgspec.structs.replace(envelope, work=encoded.decode())
-    else:
-        envelope = msgspec.structs.replace(envelope, pieces=await _leave_pieces(work.request_id, encoded, courier))
-    queue = keys.queue(work.model)
-    message = celery_message(task=TASK, queue=queue, kwargs={"envelope": msgspec.to_builtins(envelope)})
-    await courier.ask("EVAL", PUBLISH, 2, queue, keys.published(work.request_id), message, PUBLISHED_FOR_SECONDS)
+    pieces = 0 if len(encoded) <= PIECE_BYTES else await _leave_pieces(work.request_id, encoded, courier)
+    posted = Posted(work, reply_to, pieces)
+    names = (keys.queue(work.model), keys.published(work.request_id))
+    await courier.ask("EVAL", PUBLISH, 2, *names, _message(posted, encoded), PUBLISHED_FOR_SECONDS)
+    return posted
+
+
+async def is_in_line(posted: Posted, courier: Courier) -> bool:
+    """Whether the message lies in its queue still; raises BrokerAway."""
+    position = await courier.ask("LPOS", keys.queue(posted.work.model), _message(posted), "RANK", -1)
+    return position is not None
+
+
+async def send_again(posted: Posted, *, sending: int, courier: Courier) -> bool:
+    """Put the message back, to be taken next, unless it lies in its queue; returns whether it was gone.
+
+    `sending` is another number each time: the first publishing was 1. Raises BrokerAway.
+    """
+    request_id = posted.work.request_id
+    if posted.pieces:
+        # They went where the message went, or with a worker that had begun to read them.
+        await _leave_pieces(request_id, _json.encode(posted.work), courier)
+    names = (keys.queue(posted.work.model), keys.published(request_id))
+    command = ("EVAL", SEND_AGAIN, 2, *names, _message(posted), sending, PUBLISHED_FOR_SECONDS)
+    return await courier.ask(*command) == 1
+
+
+def _message(posted: Posted, encoded: bytes | None = None) -> bytes:
+    """The message of what was posted; `encoded` is its work, where that is at hand."""
+    work = posted.work
+    envelope = Envelope(
+        request_id=work.request_id,
+        reply_to=posted.reply_to,
+        deadline=work.deadline,
+        pieces=posted.pieces,
+        work=None if posted.pieces else (encoded or _json.encode(work)).decode(),
+    )
+    kwargs: dict[str, object] = {"envelope": msgspec.to_builtins(envelope)}
+    return celery_message(task=TASK, queue=keys.queue(work.model), kwargs=kwargs, task_id=work.request_id)
 
 
 async def _leave_pieces(request_id: str, encoded: bytes, courier: Courier) -> int:

@@ -51,5 +51,5 @@ def pieces(request_id: str) -> str:
 
 
 def published(request_id: str) -> str:
-    """The mark that makes publishing again after a lost connection harmless."""
+    """The mark that makes publishing again after a lost connection harmless: the number of the last sending."""
     return f"acs:published:{request_id}"

@@ -11,6 +11,7 @@ import msgspec
 
 from acsinfra.core.courier import Courier
 from inference.bus import keys
+from inference.bus.envelope import Posted
 from inference.bus.frames import (
     CREDIT_EVERY,
     Batch,
@@ -43,6 +44,9 @@ class Inbox:
         self.request_id = request_id
         self.model = model
         self.worker: str | None = None
+        # None until it is published; then sent once, and again whenever it was lost before a worker had it.
+        self.posted: Posted | None = None
+        self.sendings = 1
         self.published_at = time.monotonic()
         self._courier = courier
         self._frames: deque[Frame] = deque()
@@ -50,6 +54,11 @@ class Inbox:
         self._read = 0
         self._credited = 0
         self._last: asyncio.Future[Final] | None = None
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether it waits for a worker, by all that is known here, and its answer is still wanted."""
+        return self.posted is not None and self.worker is None and self._last is None and not self._frames
 
     def accept(self, frame: Frame, *, worker: str) -> None:
         """Take in a frame of `worker`; what a second worker makes of the same request is not read."""

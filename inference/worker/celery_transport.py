@@ -2,14 +2,16 @@
 
 kombu (5.7) keeps a copy of each reserved message in Redis, by which it gives the message out again when nobody has
 acknowledged it for the visibility timeout, a day here. A Completion has a deadline of minutes, and its API process
-sees by itself that a worker died; a message that only says "look" is worth nothing by then. For that the worker would
-wait for two transactions a message, each through a Redis client made for it: a third of its CPU. What a worker that
-stops has not begun goes back to the queue as before.
+sees by itself that a worker died, or sends again what no worker says it has; a message that only says "look" is worth
+nothing by then. For that the worker would wait for two transactions a message, each through a Redis client made for
+it: a third of its CPU. What a worker that stops has not begun goes back to the queue as before.
 """
 
 from typing import Any
 
 from kombu.transport import redis, virtual
+
+from inference.bus.envelope import encode_message
 
 
 class _QoS(redis.QoS):
@@ -42,8 +44,12 @@ class _QoS(redis.QoS):
         channel: Any = self.channel
         with channel.conn_or_acquire() as client, client.pipeline() as pipe:
             for message in reversed(messages):
-                where = message.delivery_info
-                channel._do_restore_message(message._raw, where["exchange"], where["routing_key"], pipe)
+                # To the byte as it was: an API process looks for its message, and sends one again that isn't there.
+                # (kombu's own way marks it as redelivered.)
+                payload, where = message._raw, message.delivery_info
+                priority = channel._get_message_priority(payload, reverse=False)
+                for queue in channel._lookup(where["exchange"], where["routing_key"]):
+                    pipe.rpush(channel._q_for_pri(queue, priority), encode_message(payload))
             pipe.execute()
 
 

@@ -114,6 +114,8 @@ class CompletionService:
             case Credit(read=read) if running is not None:
                 running.window.credit(read)
             case Cancel(request_id=request_id):
+                # What was sent again is perhaps still to come a second time.
+                _remember(self._cancels, request_id, None, at_most=CANCELS_REMEMBERED)
                 if running is not None:
                     running.abort()
                     if running.task is None:
@@ -121,8 +123,6 @@ class CompletionService:
                 elif request_id in self._ended:
                     # Redis may have lost its last frame, and the API process waits for its count.
                     self.outboxes.put(*self._ended[request_id])
-                else:
-                    _remember(self._cancels, request_id, None, at_most=CANCELS_REMEMBERED)
 
     def abort_all(self) -> None:
         """The worker's time is up: what still runs ends with an error."""
@@ -148,7 +148,9 @@ class CompletionService:
         self.announce(request_id, envelope.reply_to)
         running = self._running[request_id]
         if running.task is not None:
-            return  # given out twice
+            # Given out twice. The API process sends again what it takes for lost: it has not heard who has it.
+            self.outboxes.put(envelope.reply_to, Taken(request_id, self._worker))
+            return
         running.task = asyncio.current_task()
         try:
             if running.is_aborted or request_id in self._cancels:

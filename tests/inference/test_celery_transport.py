@@ -1,7 +1,5 @@
 """An inference worker's transport, with kombu on the real Valkey: what it has reserved, and what it puts back."""
 
-import base64
-import json
 import secrets
 import signal
 import subprocess
@@ -67,7 +65,6 @@ with Connection(settings.BROKER_URL, transport_options=settings.CELERY["broker_t
         with consumer(channel):
             receive(3)
             assert numbers() == [2, 3, left], numbers()
-            assert all(message.headers["redelivered"] for message in got)
             for message in got:
                 message.ack()
     assert broker.llen(queue) == 0
@@ -105,8 +102,8 @@ def test_reserved_messages_are_in_memory_and_go_back_in_order() -> None:
 def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_order() -> None:
     queue = f"stopped-{secrets.token_hex(4)}"
     with redis.Redis.from_url(settings.BROKER_URL) as broker:
-        for number in range(6):
-            broker.lpush(queue, celery_message(task="a.task", queue=queue, kwargs={"number": number}))
+        messages = [celery_message(task="a.task", queue=queue, kwargs={"number": number}) for number in range(6)]
+        broker.lpush(queue, *messages)
         command = [sys.executable, "-c", WORKER, queue]
         worker = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert worker.stdout is not None
@@ -125,11 +122,6 @@ def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_ord
         assert worker.returncode == 0, errors
         tasks = [line for line in output.splitlines() if line.startswith(("begun", "ended"))]
         assert sorted(tasks) == ["ended 0", "ended 1"]
-        # The next is taken from the right.
-        assert [number_in(message) for message in broker.lrange(queue, 0, -1)] == [5, 4, 3, 2]
+        # The next is taken from the right. To the byte as they were: an API process looks for its own.
+        assert broker.lrange(queue, 0, -1) == messages[:1:-1]
         broker.delete(queue)
-
-
-def number_in(message: bytes) -> int:
-    number: int = json.loads(base64.b64decode(json.loads(message)["body"]))[1]["number"]
-    return number

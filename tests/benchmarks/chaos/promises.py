@@ -129,6 +129,13 @@ def _check_money(money: dict[str, Any], seen: Seen) -> None:
         charged = money["by_user"].get(str(user), 0)
         if charged < tokens:
             seen.faults.append(f"User {user} got {tokens} tokens in whole answers and was charged {charged}")
+    for one in seen.refused:
+        # None: it was no answer to this very request, but one kept for its key.
+        charged = money["charged"].get(f"completion {one.request_id}")
+        if charged != 0:
+            seen.faults.append(
+                f"key {one.key} was answered {one.status} with {charged} tokens charged and then otherwise, {one.then}"
+            )
     charged_jobs = {name.split()[1]: charged for name, charged in money["charged"].items() if name.startswith("job ")}
     for job in seen.jobs:
         charged = charged_jobs.get(job.id, 0)

@@ -43,6 +43,16 @@ class AskedJob:
     is_cancelled: bool = False
 
 
+@dataclass(frozen=True)
+class Refused:
+    """A first answer, 502 or 504, after which its key was answered otherwise: no work may have begun under it."""
+
+    key: str
+    status: int
+    request_id: str
+    then: int
+
+
 @dataclass
 class Seen:
     """What the traffic saw. `faults` are broken promises, each a sentence."""
@@ -51,6 +61,7 @@ class Seen:
     faults: list[str] = field(default_factory=list)
     jobs: list[AskedJob] = field(default_factory=list)
     harvests: list[str] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
     # Tokens of the answers that arrived whole, by User.
     whole: Counter[int] = field(default_factory=Counter)
 
@@ -116,7 +127,12 @@ class Researcher:
             again = await self._insist("keyed completion", "completions", question.body, key)
             if first is None or again is None:
                 continue
-            if (first.status_code, first.content) != (again.status_code, again.content):
+            while again is not None and _differ(first, again) and first.status_code in (502, 504):
+                # A refusal before any work does not use the key up. The money shows whether it was one.
+                request_id = first.headers["X-Request-Id"]
+                self._seen.refused.append(Refused(key, first.status_code, request_id, again.status_code))
+                first, again = again, await self._insist("keyed completion", "completions", question.body, key)
+            if again is not None and _differ(first, again):
                 self._fault(f"key {key} was answered {first.status_code} and then otherwise, {again.status_code}")
             elif first.status_code == 200:
                 self._check("a Completion with a key", first.json(), question)
@@ -244,8 +260,12 @@ class Researcher:
         self._seen.faults.append(sentence)
 
 
+def _differ(first: httpx.Response, again: httpx.Response) -> bool:
+    return (first.status_code, first.content) != (again.status_code, again.content)
+
+
 def _is_worth_another_try(response: httpx.Response) -> bool:
-    # A 502 or 504 of a Completion stands: its work had begun.
+    # A 502 or 504 of a Completion stands where its work had begun.
     return response.status_code in (409, 503)
 
 
