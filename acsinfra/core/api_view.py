@@ -32,6 +32,8 @@ class ApiView(APIView):  # type: ignore[misc]
     """
 
     takes_json: ClassVar[bool] = True
+    # Django would look through the handlers for each request.
+    view_is_async: ClassVar[bool] = True
     json: dict[str, Any]
 
     async def async_dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:

@@ -51,11 +51,7 @@ class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
     async def connection(self, timeout: float | None = None) -> AsyncGenerator[AsyncConnection[Row]]:  # noqa: ASYNC109 (psycopg_pool's signature)
         """A connection for one step. Raises PoolTimeout within seconds when there is none to be had."""
         began = time.monotonic()
-        try:
-            async with asyncio.timeout(TURN_SECONDS):
-                await self._turns.acquire()
-        except TimeoutError:
-            raise PoolTimeout(f"no turn on the database within {TURN_SECONDS:g} s") from None
+        await self._take_turn()
         try:
             # Whoever has waited while another got none need not try for as long again.
             if self._failed_at > began:
@@ -67,6 +63,17 @@ class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
             raise
         finally:
             self._turns.release()
+
+    async def _take_turn(self) -> None:
+        if not self._turns.locked():
+            # At once, without a timer.
+            await self._turns.acquire()
+            return
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise PoolTimeout(f"no turn on the database within {TURN_SECONDS:g} s") from None
 
     async def getconn(self, timeout: float | None = None) -> AsyncConnection[Row]:  # noqa: ASYNC109 (as above)
         """A connection, waited for while connecting is under way. Raises PoolTimeout once that has failed."""
