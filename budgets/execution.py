@@ -64,11 +64,7 @@ async def _execute_async(statements: tuple[Statement, ...]) -> Row | None:
         pool = await db.async_pool()
         async with pool.connection() as taken:
             try:
-                if len(statements) == 1:
-                    return await _first_row_async(taken, statements[0])
-                async with taken.transaction():
-                    rows = [await _first_row_async(taken, statement) for statement in statements]
-                return rows[-1]
+                return await _first_row_of_last(taken, statements)
             except psycopg.errors.DeadlockDetected:
                 if is_last:
                     raise
@@ -80,6 +76,15 @@ async def _execute_async(statements: tuple[Statement, ...]) -> Row | None:
     raise AssertionError("unreachable")
 
 
-async def _first_row_async(taken: psycopg.AsyncConnection[Row], statement: Statement) -> Row | None:
-    cursor = await taken.execute(*statement)
+async def _first_row_of_last(taken: psycopg.AsyncConnection[Row], statements: tuple[Statement, ...]) -> Row | None:
+    if len(statements) == 1:
+        cursor = await taken.execute(*statements[0])
+    else:
+        # One round trip. The transaction is begun and ended by statements: what its end refuses (a row that is
+        # referred to and gone) is then the answer to one of them, where libpq (18) breaks off at a pipeline's own end.
+        async with taken.pipeline():
+            await taken.execute("BEGIN")
+            for statement in statements:
+                cursor = await taken.execute(*statement)
+            await taken.execute("COMMIT")
     return await cursor.fetchone() if cursor.description else None

@@ -117,7 +117,18 @@ async def take_hold_async(
 
 def check_room(*, user: User, api_key: ApiKey | None, tokens: int, now: datetime | None = None) -> None:
     """Raise BudgetExceeded if a Hold of `tokens` would not fit now. Takes nothing: a Job holds when it runs."""
-    run(_check_room(user, api_key, tokens, now))
+    run(require_room(room_values(user=user, api_key=api_key, tokens=tokens, now=now)))
+
+
+def room_values(*, user: User, api_key: ApiKey | None, tokens: int, now: datetime | None = None) -> dict[str, Any]:
+    """What `statements.ROOM` (without a key) or `ROOM_WITH_KEY` is asked with, and `require_room`."""
+    return _values(user, api_key, tokens, None, now)
+
+
+def require_room(values: dict[str, Any]) -> Step[None]:
+    """`check_room` as a step; it makes the month's rows at the first use. Raises ApiError `401` as `take_hold`."""
+    found = yield from _look(values)
+    found.require_room(values)
 
 
 def _take(
@@ -144,12 +155,6 @@ def _take(
         found.require_room(values, at_last=tries == TAKE_TRIES)
         row = yield ((take, values),)
     return _hold_of(row)
-
-
-def _check_room(user: User, api_key: ApiKey | None, tokens: int, now: datetime | None) -> Step[None]:
-    values = _values(user, api_key, tokens, None, now)
-    found = yield from _look(values)
-    found.require_room(values)
 
 
 def _values(

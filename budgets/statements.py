@@ -59,15 +59,18 @@ SELECT {_COLUMNS} FROM taken
 _FITS_BUDGET: Final[LiteralString] = """
      WHERE b.user_id = %(user)s AND b.month = %(month)s::date
        AND %(tokens)s::bigint <= b.token_limit - b.used - b.held"""
-TAKE: Final[LiteralString] = f"{_TAKE[0]}NULL::bigint AS key_use_id FROM budgets_budget b{_FITS_BUDGET}{_TAKE[1]}"
-TAKE_WITH_KEY: Final[LiteralString] = (
-    _TAKE[0]
-    + "k.id AS key_use_id FROM budgets_budget b"
-    + " JOIN budgets_keyuse k ON k.budget_id = b.id AND k.api_key_id = %(api_key)s"
+_IN_BUDGET: Final[LiteralString] = f" FROM budgets_budget b{_FITS_BUDGET}"
+_IN_BUDGET_AND_KEY: Final[LiteralString] = (
+    " FROM budgets_budget b JOIN budgets_keyuse k ON k.budget_id = b.id AND k.api_key_id = %(api_key)s"
     + _FITS_BUDGET
     + " AND (k.cap IS NULL OR %(tokens)s::bigint <= k.cap - k.used - k.held)"
-    + _TAKE[1]
 )
+TAKE: Final[LiteralString] = f"{_TAKE[0]}NULL::bigint AS key_use_id{_IN_BUDGET}{_TAKE[1]}"
+TAKE_WITH_KEY: Final[LiteralString] = f"{_TAKE[0]}k.id AS key_use_id{_IN_BUDGET_AND_KEY}{_TAKE[1]}"
+
+# A row where a take would find room right now: part of a statement that takes nothing.
+ROOM: Final[LiteralString] = f"SELECT b.id{_IN_BUDGET}"
+ROOM_WITH_KEY: Final[LiteralString] = f"SELECT b.id{_IN_BUDGET_AND_KEY}"
 
 # What stands in the way of a take: the rows that are there, their figures, and the work's Hold if it has one.
 LOOK: Final[LiteralString] = """

@@ -7,7 +7,7 @@ from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
 from acsinfra.core.admin_columns import id_column, number_column
 from jobs.models import CompletionJob
 from jobs.services import cancel_job, erase_result
-from jobs.services import run_again as run_job_again
+from jobs.submitting import run_again as run_job_again
 
 
 @admin.register(CompletionJob)

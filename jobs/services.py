@@ -1,36 +1,25 @@
 """What changes Jobs. Each function is one transaction; `jobs.running` has what a worker does with the one it runs."""
 
-import functools
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, LiteralString
 
-import msgspec
 import structlog
-import zstandard
 from django.conf import settings
-from django.db import IntegrityError, connection, transaction
-from django.db.backends.utils import CursorWrapper
+from django.db import transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 from kombu.exceptions import OperationalError
 
-from accounts.models import ApiKey, User
-from accounts.selectors import limit as limit_of
 from acsinfra.celery import app
-from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
-from acsinfra.core.idempotency import IdempotentRequest, bind_work
-from acsinfra.core.ids import new_uuid7
+from acsinfra.core.errors import ApiError, ErrorCode
 from acsinfra.core.leases import each_locked, expired, put_back
 from acsinfra.core.renderers import render_json
-from acsinfra.core.shared_folder import record_storage_folder
 from budgets.models import WorkKind
-from budgets.services import SweepCount, check_room, end_orphaned_holds, release_hold, settle_hold
+from budgets.services import SweepCount, end_orphaned_holds, release_hold, settle_hold
 from harvest.models import FilesToDelete
 from inference.selectors import model_not_found
-from inference.wire import CompletionWork
 from jobs.models import CompletionJob, JobRequest, JobResult
 from jobs.selectors import holds_of_living_jobs
 
@@ -40,22 +29,6 @@ LOOK = "jobs.look"
 LOOK_SECONDS = 60
 TRIES_AT_MOST = 3
 SWEEP_BATCH = 200
-
-# Hundreds of submits a second: no ORM here. Two statements where one would count by a snapshot older than its lock.
-_LOCK_USER: LiteralString = "SELECT id FROM accounts_user WHERE id = %s FOR NO KEY UPDATE"
-_COUNT_UNFINISHED: LiteralString = (
-    "SELECT count(*) FROM jobs_completionjob WHERE user_id = %s AND status IN ('queued', 'running')"
-)
-_INSERT: LiteralString = """
-WITH job AS (
-    INSERT INTO jobs_completionjob (id, user_id, api_key_id, base_model_id, model, status, hold_tokens, created_at,
-                                    claims, tries, setbacks, has_files, is_erased)
-    VALUES (%(id)s, %(user)s, %(api_key)s, %(base_model)s, %(model)s, 'queued', %(hold_tokens)s, %(created_at)s,
-            0, 0, 0, false, false)
-    RETURNING id
-)
-INSERT INTO jobs_jobrequest (job_id, work_zstd) SELECT id, %(work_zstd)s FROM job
-"""
 
 # A Hold younger than this may belong to a claim that is not committed yet.
 ORPHAN_AGE = timedelta(seconds=60)
@@ -86,108 +59,7 @@ def job_failed(message: str) -> ApiError:
     return ApiError(ErrorCode.JOB_FAILED, message)
 
 
-# Submitting
-
-
-def submit_job(
-    *,
-    user: User,
-    api_key: ApiKey | None,
-    base_model_id: int,
-    job_id: uuid.UUID,
-    work: CompletionWork,
-    request: IdempotentRequest | None = None,
-) -> CompletionJob:
-    """Put a Job in line under the id `job_id`, or return the one that `request` made before (it has another id).
-
-    Raises ApiError: `409 idempotency_conflict`, `429 job_capacity`, `429 budget_exceeded`, and `401` or `400
-    model_not_found` where the User or the model has been deleted meanwhile. The User's row is locked first, so that of
-    two submits at once one sees the other.
-    """
-    _record_storage_folder(settings.STORAGE_URL)
-    job = CompletionJob(
-        pk=job_id,
-        user=user,
-        api_key=api_key,
-        base_model_id=base_model_id,
-        model=work.model,
-        hold_tokens=work.hold_tokens,
-        created_at=timezone.now(),
-    )
-    work_zstd = zstandard.compress(msgspec.json.encode(work), level=3)
-    try:
-        with transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute(_LOCK_USER, [user.pk])
-            if cursor.fetchone() is None:
-                raise invalid_api_key()
-            if request is not None:
-                bound = bind_work(request, job_id)
-                if bound != job_id:
-                    return CompletionJob.objects.get(pk=bound)
-            _require_place(cursor, user)
-            check_room(user=user, api_key=api_key, tokens=work.hold_tokens)
-            cursor.execute(_INSERT, {**_columns(job), "work_zstd": work_zstd})
-    except IntegrityError:
-        raise model_not_found(work.model) from None
-    logger.info("job submitted", job_id=str(job_id), model=work.model, hold_tokens=work.hold_tokens)
-    return job
-
-
-def _columns(job: CompletionJob) -> dict[str, Any]:
-    return {
-        "id": job.pk,
-        "user": job.user_id,
-        "api_key": job.api_key_id,
-        "base_model": job.base_model_id,
-        "model": job.model,
-        "hold_tokens": job.hold_tokens,
-        "created_at": job.created_at,
-    }
-
-
-def _require_place(cursor: CursorWrapper, user: User) -> None:
-    limit = limit_of(user, "jobs_unfinished")
-    cursor.execute(_COUNT_UNFINISHED, [user.pk])
-    if limit is not None and cursor.fetchone()[0] >= limit:
-        raise ApiError(
-            ErrorCode.JOB_CAPACITY,
-            f"You have {limit:,} unfinished Job{'' if limit == 1 else 's'}, as many as you may. "
-            "Wait for one to end, or cancel it.",
-            headers={"Retry-After": "5"},
-        )
-
-
-@functools.cache
-def _record_storage_folder(url: str) -> None:
-    # Once for a process: results are kept in the folder that the API reads.
-    record_storage_folder()
-
-
-def run_again(*, job_id: uuid.UUID) -> CompletionJob:
-    """Put the request of an ended Job in line once more, as a new Job of the same User and key.
-
-    Raises ApiError: `invalid_request` for a Job that has not ended or whose request was erased, `model_not_found` for a
-    model that was switched off, and what `submit_job` raises.
-    """
-    job = CompletionJob.objects.select_related("user", "api_key", "base_model").get(pk=job_id)
-    row = JobRequest.objects.filter(job=job).first()
-    if not job.is_ended:
-        raise ApiError(ErrorCode.INVALID_REQUEST, "The Job has not ended.")
-    if row is None:
-        raise ApiError(ErrorCode.INVALID_REQUEST, "Its request was erased with its result.")
-    if not job.base_model.is_enabled:
-        raise model_not_found(job.model)
-    again = CompletionJob(pk=new_uuid7())
-    work = msgspec.json.decode(zstandard.decompress(bytes(row.work_zstd)), type=CompletionWork)
-    made = submit_job(
-        user=job.user,
-        api_key=job.api_key,
-        base_model_id=job.base_model_id,
-        job_id=again.pk,
-        work=msgspec.structs.replace(work, request_id=again.request_id),
-    )
-    transaction.on_commit(lambda: tell_workers(made.model))
-    return made
+# Telling
 
 
 def tell_workers(model: str) -> None:

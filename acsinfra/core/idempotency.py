@@ -135,17 +135,24 @@ _FIND: Final[LiteralString] = f"""
 SELECT {_COLUMNS} FROM acsinfra_idempotencykey
  WHERE user_id = %(user)s AND key = %(key)s AND created_at > now() - %(kept)s::interval
 """  # noqa: S608 (of constants)
+_NEW_ROW: Final[LiteralString] = (
+    "%(user)s, %(key)s, %(fingerprint)s, now(), %(work)s, %(holder)s, %(reference)s, NULL, '{}', NULL, ''"
+)
 # A second transaction waits here for the first one's commit. A row past its time is as if it were not there.
-_CLAIM: Final[LiteralString] = """
+_CLAIM_BY: Final[tuple[LiteralString, LiteralString]] = (
+    """
 INSERT INTO acsinfra_idempotencykey AS held
        (user_id, key, fingerprint, created_at, work_id, holder, reference, status, headers, body, file)
-VALUES (%(user)s, %(key)s, %(fingerprint)s, now(), %(work)s, %(holder)s, %(reference)s, NULL, '{}', NULL, '')
+""",
+    """
     ON CONFLICT (user_id, key) DO UPDATE
    SET fingerprint = excluded.fingerprint, created_at = excluded.created_at, work_id = excluded.work_id,
        holder = excluded.holder, reference = excluded.reference, status = NULL, headers = '{}', body = NULL, file = ''
  WHERE held.created_at <= now() - %(kept)s::interval
 RETURNING id
-"""
+""",
+)
+_CLAIM: Final[LiteralString] = f"{_CLAIM_BY[0]}VALUES ({_NEW_ROW}){_CLAIM_BY[1]}"
 _OWN: Final[LiteralString] = (
     " WHERE user_id = %(user)s AND key = %(key)s AND reference = %(reference)s AND holder <> '' AND status IS NULL"
     " RETURNING id"
@@ -208,14 +215,36 @@ def find_work(request: IdempotentRequest) -> uuid.UUID | None:
 
     Raises `409 idempotency_conflict`: the key was used for another request.
     """
-    found = _found(_first_row(_FIND, _values(request)), request)
-    return None if found is None else found.work_id
+    return work_in(_first_row(*find_statement(request)), request)
 
 
 async def find_work_async(request: IdempotentRequest) -> uuid.UUID | None:
     """`find_work` from an async view: one statement on the async pool."""
-    found = _found(await fetch_one(_FIND, _values(request)), request)
+    return work_in(await fetch_one(*find_statement(request)), request)
+
+
+def find_statement(request: IdempotentRequest) -> tuple[LiteralString, dict[str, Any]]:
+    """The statement that `find_work` sends; `work_in` reads its row."""
+    return _FIND, _values(request)
+
+
+def work_in(row: Row | None, request: IdempotentRequest) -> uuid.UUID | None:
+    """What `find_work` returns, and raises, by the first row of its statement."""
+    found = _found(row, request)
     return None if found is None else found.work_id
+
+
+def bind_statement(source: LiteralString) -> LiteralString:
+    """A part of the statement that makes the work: binds the key to it if `source` (of the same WITH) has its one row.
+
+    It gives a row where the key is bound, and none where another has it. Takes the values of `bind_values`.
+    """
+    return f"{_CLAIM_BY[0]}SELECT {_NEW_ROW} FROM {source}{_CLAIM_BY[1]}"  # noqa: S608 (of constants)
+
+
+def bind_values(request: IdempotentRequest, work_id: uuid.UUID) -> dict[str, Any]:
+    """The values `user`, `key`, `fingerprint`, `kept`, `work`, `holder` and `reference` of `bind_statement`."""
+    return _claim_values(request, work_id=work_id)
 
 
 def bind_work(request: IdempotentRequest, work_id: uuid.UUID) -> uuid.UUID:

@@ -12,9 +12,10 @@ from acsinfra.core.ids import new_uuid7
 from budgets.models import Budget, Hold, LedgerEntry
 from inference.models import BaseModel
 from inference.wire import CompletionWork, Sampling
-from jobs import running, services
+from jobs import running
 from jobs.models import CompletionJob
 from jobs.running import ClaimedJob
+from jobs.submitting import submit_job
 from tests.harvest.conftest import make_key, make_model, make_user
 
 OWNER = uuid.UUID(int=1)
@@ -43,9 +44,7 @@ def submit(user: User, key: ApiKey | None, model: BaseModel, **changes: Any) -> 
     job_id = new_uuid7()
     request = changes.pop("request", None)
     work = work_for(job_id, model, **changes)
-    return services.submit_job(
-        user=user, api_key=key, base_model_id=model.pk, job_id=job_id, work=work, request=request
-    )
+    return submit_job(user=user, api_key=key, base_model_id=model.pk, job_id=job_id, work=work, request=request)
 
 
 def claim(model: BaseModel, owner: uuid.UUID = OWNER) -> ClaimedJob | None:
