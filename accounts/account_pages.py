@@ -15,11 +15,11 @@ from django.urls import reverse, reverse_lazy
 from django.utils.decorators import method_decorator
 from django.views.decorators.cache import never_cache
 from django.views.decorators.debug import sensitive_post_parameters
-from django.views.decorators.http import require_http_methods, require_POST, require_safe
+from django.views.decorators.http import require_http_methods, require_safe
 
 from accounts import invitations
 from accounts.forms import AccountForm, ResetForm
-from accounts.pages import signed_in
+from accounts.pages import posted_from, signed_in
 from accounts.sign_ins import end_sign_ins, note_sign_in, sign_ins_of
 from accounts.throttle import may_go_on
 from acsinfra.core.file_links import base_url
@@ -40,6 +40,16 @@ class SignInPage(auth_views.LoginView):
     def get_context_data(self, **kwargs: Any) -> dict[str, Any]:
         """Whether there is a way to an account from here."""
         return super().get_context_data(may_sign_up=settings.SIGN_UP == "approval", **kwargs)
+
+
+class SignOutPage(auth_views.LogoutView):
+    """Ends the session; who only looks at the address is shown the App."""
+
+    http_method_names = ["get", "post", "options"]
+
+    def get(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Nothing ends by a link that is followed."""
+        return redirect("app")
 
 
 # Beginning an account
@@ -115,8 +125,7 @@ def account_page(request: HttpRequest) -> HttpResponse:
     return render(request, "accounts/account.html", {"sessions": sessions})
 
 
-@login_required
-@require_POST
+@posted_from("account")
 def end_session(request: HttpRequest) -> HttpResponse:
     """End one session of the User, or all but this one."""
     user, name = signed_in(request), request.POST.get("session", "")

@@ -1,14 +1,18 @@
 """The pages of API keys: making one, which shows it once, and what can be done with it after."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate
 
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
+from django.contrib.auth.views import redirect_to_login
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
+from django.urls import reverse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.debug import sensitive_variables
-from django.views.decorators.http import require_http_methods, require_POST
+from django.views.decorators.http import require_http_methods
 
 from accounts import services
 from accounts.forms import KeyForm, initial_of
@@ -20,6 +24,30 @@ KEYS_AT_MOST = 200
 SETUP = """export ACS_API_BASE={base}/v1
 export ACS_API_KEY={key}"""
 FIRST_CURL = """curl "$ACS_API_BASE/models" -H "Authorization: Bearer $ACS_API_KEY\""""
+
+
+def posted_from[**P](
+    page: str,
+) -> Callable[
+    [Callable[Concatenate[HttpRequest, P], HttpResponse]], Callable[Concatenate[HttpRequest, P], HttpResponse]
+]:
+    """A view that a form on the page of this name posts to, for signed-in Users.
+
+    Whoever comes otherwise is shown that page: by a reload, or back from signing in where the session had ended.
+    """
+
+    def decorate(
+        view: Callable[Concatenate[HttpRequest, P], HttpResponse],
+    ) -> Callable[Concatenate[HttpRequest, P], HttpResponse]:
+        @functools.wraps(view)
+        def guarded(request: HttpRequest, /, *args: P.args, **kwargs: P.kwargs) -> HttpResponse:
+            if not request.user.is_authenticated:
+                return redirect_to_login(reverse(page))
+            return view(request, *args, **kwargs) if request.method == "POST" else redirect(page)
+
+        return guarded
+
+    return decorate
 
 
 @login_required
@@ -66,8 +94,7 @@ def key_page(request: HttpRequest, key_id: int) -> HttpResponse:
     return render(request, "accounts/key_form.html", {"form": form, "key": key})
 
 
-@login_required
-@require_POST
+@posted_from("keys")
 def pause_key(request: HttpRequest, key_id: int) -> HttpResponse:
     """Refuse the key until it is resumed."""
     key = _key(request, key_id)
@@ -76,8 +103,7 @@ def pause_key(request: HttpRequest, key_id: int) -> HttpResponse:
     return redirect("keys")
 
 
-@login_required
-@require_POST
+@posted_from("keys")
 def resume_key(request: HttpRequest, key_id: int) -> HttpResponse:
     """Take a paused key again."""
     key = _key(request, key_id)

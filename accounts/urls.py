@@ -1,6 +1,5 @@
 """Sign-in, the account and the keys."""
 
-from django.contrib.auth.views import LogoutView
 from django.urls import path
 from django.views.generic import RedirectView
 
@@ -9,7 +8,7 @@ from accounts import account_pages, pages
 urlpatterns = [
     path("", RedirectView.as_view(url="/app")),
     path("app/sign-in", account_pages.SignInPage.as_view(), name="sign-in"),
-    path("app/sign-out", LogoutView.as_view(), name="sign-out"),
+    path("app/sign-out", account_pages.SignOutPage.as_view(), name="sign-out"),
     path("app/sign-up", account_pages.sign_up_page, name="sign-up"),
     path("app/invitation/<str:token>", account_pages.invitation_page, name="invitation"),
     path("app/account", account_pages.account_page, name="account"),

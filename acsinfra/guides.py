@@ -10,6 +10,7 @@ from typing import Any, Final
 from django.conf import settings
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
@@ -90,8 +91,25 @@ def _read(slug: str) -> Guide:
             title = inline.content
         elif opening.tag == "h2":
             headings.append(Heading(inline.content, anchor))
+    _label_cells(tokens)
     html = markdown.renderer.render(tokens, markdown.options, {})
     return Guide(slug, title, text, html, tuple(headings))
+
+
+def _label_cells(tokens: list[Token]) -> None:
+    """Give each cell of a table the name of its column, which a phone shows beside it."""
+    names: list[str] = []
+    column = 0
+    for opening, inline in pairwise(tokens):
+        if opening.type == "table_open":
+            names = []
+        elif opening.type == "th_open":
+            names.append(inline.content)
+        elif opening.type == "tr_open":
+            column = 0
+        elif opening.type == "td_open":
+            opening.attrSet("data-label", names[column])
+            column += 1
 
 
 def _without_marks(text: str) -> str:

@@ -1,12 +1,16 @@
 """Every route. The API's live in their apps; what none of them matches below /v1 is a JSON 404."""
 
 from django.contrib import admin
+from django.templatetags.static import static
 from django.urls import include, path, re_path, register_converter
+from django.views.generic import RedirectView
 
 from acsinfra import pages
 from acsinfra.core import views
 from acsinfra.core.file_links import serve_link
 from acsinfra.core.ids import AnyCaseUUIDConverter
+
+handler500 = "acsinfra.core.bare_pages.server_error"
 
 register_converter(AnyCaseUUIDConverter, "any_uuid")
 
@@ -27,4 +31,8 @@ urlpatterns = [
     re_path(r"^(?:v1|files)(?:/|$)", views.unknown_route),
     path("admin/", admin.site.urls),
     path("", include("accounts.urls")),
+    # What people type, and what browsers ask for where a page names no icon: of a JSON document, say.
+    path("admin", RedirectView.as_view(url="/admin/")),
+    re_path(r"^(?P<page>(?:app|docs)(?:/.*[^/])?)/+$", RedirectView.as_view(url="/%(page)s", query_string=True)),
+    path("favicon.ico", RedirectView.as_view(url=static("acsinfra/icon.svg"))),
 ]

@@ -9,7 +9,7 @@ from budgets.serializers import BudgetSerializer
 
 KEY: Final[dict[str, Any]] = {
     "name": "probing",
-    "prefix": "sk-acs-3fQ9",
+    "prefix": "sk-acs-3fQ9h",
     "limit": None,
     "used": 118_204,
     "held": 0,

@@ -1,6 +1,7 @@
 """The pages of Jobs, of both kinds: the list, one of each, the shell recipe, and the first page of the App."""
 
 import functools
+import json
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
@@ -10,11 +11,13 @@ import msgspec
 import zstandard
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
+from django.contrib.auth.views import redirect_to_login
 from django.http import Http404, HttpRequest, HttpResponse
 from django.http.response import HttpResponseBase
 from django.shortcuts import get_object_or_404, redirect, render
+from django.urls import reverse
 from django.views.decorators.cache import never_cache
-from django.views.decorators.http import require_http_methods, require_POST, require_safe
+from django.views.decorators.http import require_http_methods, require_safe
 
 from accounts.pages import signed_in
 from accounts.selectors import keys_of
@@ -22,6 +25,7 @@ from acsinfra.core.db import database_step, give_back_connection
 from acsinfra.core.errors import ApiError
 from acsinfra.core.file_links import base_url
 from acsinfra.core.middleware import as_response
+from acsinfra.templatetags.shown import size
 from budgets.selectors import budget_summary
 from harvest import services as harvest_services
 from harvest.file_views import files_of, first_prompts, statistics_of
@@ -65,7 +69,7 @@ def home_page(request: HttpRequest) -> HttpResponse:
     first = [
         'curl "$ACS_API_BASE/completions" \\',
         '  -H "Authorization: Bearer $ACS_API_KEY" -H "Content-Type: application/json" \\',
-        f'  -d \'{{"model": "{model or "…"}", "prompt": "The capital of France is", "max_tokens": 8}}\'',
+        f'  -d \'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 8}}\'',
     ]
     shown = {
         "api_base": f"{base}/v1",
@@ -73,7 +77,7 @@ def home_page(request: HttpRequest) -> HttpResponse:
         "has_key": keys_of(user).filter(revoked_at=None).exists(),
         "recent": list_lines(user=user, only=JobFilter(), limit=RECENT),
         "setup": f"export ACS_API_BASE={base}/v1\nexport ACS_API_KEY=…   # one of your keys",
-        "first_request": "\n".join(first),
+        "first_request": "\n".join(first) if model else "",
     }
     return render(request, "jobs/home.html", shown)
 
@@ -203,7 +207,7 @@ def _asked(work: CompletionWork) -> dict[str, Any]:
         "n_prompts": len(prompts),
         "prompts_left_out": max(0, len(prompts) - PROMPTS_SHOWN),
         "prompt_tokens": work.prompt_tokens,
-        "settings": [(name, value) for name, value in body.items() if name != "model"],
+        "settings": [(name, json.dumps(value, ensure_ascii=False)) for name, value in body.items() if name != "model"],
         "n_vectors": len(work.steering),
     }
 
@@ -232,7 +236,7 @@ def delete_job_result(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
 def _async_page[**P](
     page: Callable[P, Coroutine[Any, Any, HttpResponseBase]],
 ) -> Callable[P, Coroutine[Any, Any, HttpResponseBase]]:
-    """An async view of signed-in Users."""
+    """An async view of signed-in Users, below a Job's page."""
 
     @functools.wraps(page)
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> HttpResponseBase:
@@ -240,19 +244,20 @@ def _async_page[**P](
         user = await request.auser()
         await give_back_connection()
         if not user.is_authenticated:
-            return redirect("sign-in")
+            return redirect_to_login(reverse("job", kwargs=kwargs))
         request.user = user
         return await page(*args, **kwargs)
 
     return guarded
 
 
-@require_POST
+@require_http_methods(["GET", "POST"])
 @_async_page
 async def cancel_job_now(request: HttpRequest, job_id: uuid.UUID) -> HttpResponseBase:
-    """Cancel a Completion Job; an ended one stays as it is."""
+    """Cancel a Completion Job; an ended one stays as it is, and who only looks at the address is shown the Job."""
     job = await database_step(_job, request, job_id)
-    await cancel(job.pk)
+    if request.method == "POST":
+        await cancel(job.pk)
     return redirect("job", job.pk)
 
 
@@ -334,16 +339,18 @@ def cancel_harvest(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
 @login_required
 @require_http_methods(["GET", "POST"])
 def delete_harvest_files(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
-    """Ask, then delete the files and prompts of an ended job."""
+    """Ask, then delete the files and prompts of an ended job; one that is not done has prompts alone."""
     job = _harvest(request, job_id)
+    has_files = job.status == HarvestJob.Status.DONE
     if request.method == "POST":
-        done = "The files and prompts are being deleted; links to them stop working."
+        done = "The files and prompts are being deleted; links to them stop working." if has_files else "It is erased."
         _do(request, lambda: harvest_services.delete_files(job_id=job.pk), done)
         return redirect("harvest-job", job.pk)
+    what = f"{size(job.bytes_written)} of files and the prompts" if has_files else "The prompts"
     question = {
-        "title": "Delete the files of this Harvest job?",
-        "text": f"{job.bytes_written:,} bytes of files and the prompts are deleted for ever. The job stays.",
-        "action": "Delete the files",
+        "title": "Delete the files of this Harvest job?" if has_files else "Erase the prompts of this Harvest job?",
+        "text": f"{what} are deleted for ever. The job stays.",
+        "action": "Delete the files" if has_files else "Erase the prompts",
         "back_url": request.path.removesuffix("/delete"),
     }
     return render(request, "confirm.html", question)

@@ -172,8 +172,13 @@ def _away() -> tuple[type[Exception], ...]:
 _REFUSALS = ("MISCONF", "NOREPLICAS")
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: BaseException | None) -> bool:
     return isinstance(error, redis.exceptions.ResponseError) and str(error).startswith(_REFUSALS)
+
+
+def is_part_away(error: BaseException | None) -> bool:
+    """Whether `error` says that the database, the broker or the storage is away for the moment."""
+    return isinstance(error, _away()) or _is_refusal(error)
 
 
 def api_error_of(error: Exception) -> ApiError:
@@ -195,7 +200,7 @@ def api_error_of(error: Exception) -> ApiError:
             return invalid("The request is malformed.")
         case drf.APIException() if error.status_code < 500:
             return error_of_status(error.status_code)
-    if isinstance(error, _away()) or _is_refusal(error):
+    if is_part_away(error):
         logger.error("a part is away", error_type=type(error).__name__, exc_info=error)
         return service_unavailable()
     logger.error("unexpected error", exc_info=error)

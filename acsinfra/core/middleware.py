@@ -17,6 +17,7 @@ from django.http.response import HttpResponseBase
 from django.urls import resolve
 from django.utils.module_loading import import_string
 
+from acsinfra.core.bare_pages import bad_address_page, stalled_page, too_large_page, wrong_method_page
 from acsinfra.core.body_limit import BODY_PASSED_LIMIT, BODY_STALLED
 from acsinfra.core.errors import ApiError, error_of_status, invalid, not_found
 from acsinfra.core.ids import new_request_id
@@ -29,7 +30,6 @@ logger = structlog.get_logger("acsinfra.requests")
 type GetResponse = Callable[[HttpRequest], Awaitable[HttpResponseBase]]
 
 CLIENT_CLOSED_REQUEST = 499
-PLAIN = "text/plain; charset=utf-8"
 CORS_HEADERS = {
     "Access-Control-Allow-Origin": "*",
     "Access-Control-Expose-Headers": "X-Request-Id, Retry-After, Location, X-Acs-Longpoll",
@@ -176,13 +176,6 @@ class PagesOnlyMiddleware(AsyncMiddleware):
         """The answer, through the pages' middleware where it is a page."""
         if not is_page_path(request.path_info):
             return await self.get_response(request)
-        if BODY_PASSED_LIMIT in getattr(request, "scope", {}):
-            return HttpResponse("The body is too large.", status=413, content_type=PLAIN)
-        if BODY_STALLED in getattr(request, "scope", {}):
-            return HttpResponse("The body stopped coming.", status=400, content_type=PLAIN)
-        # PostgreSQL takes none in a text, and no page's address has one.
-        if "\0" in request.path_info or "%00" in request.META.get("QUERY_STRING", ""):
-            return HttpResponse("The address holds a NUL character.", status=400, content_type=PLAIN)
         response = await self._around_pages(request)
         if isinstance(response, StreamingHttpResponse) and hasattr(request, "scope"):
             chunks = response.streaming_content
@@ -211,6 +204,23 @@ class PagesOnlyMiddleware(AsyncMiddleware):
                 self._view_hooks.insert(0, _as_async(middleware.process_view))
             chain = convert_exception_to_response(middleware if is_async else sync_to_async(middleware))
         return chain  # type: ignore[no-any-return]
+
+
+class BarePagesMiddleware(AsyncMiddleware):
+    """Answers what no view of a page should see, and gives a wrong method's answer a body: browsers show none else."""
+
+    async def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        """The answer."""
+        scope = getattr(request, "scope", {})
+        if BODY_PASSED_LIMIT in scope:
+            return too_large_page()
+        if BODY_STALLED in scope:
+            return stalled_page()
+        # PostgreSQL takes none in a text, and no page's address has one.
+        if "\0" in request.path_info or "%00" in request.META.get("QUERY_STRING", ""):
+            return bad_address_page()
+        response = await self.get_response(request)
+        return wrong_method_page(response["Allow"]) if response.status_code == 405 else response
 
 
 async def _read_in_threads(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:

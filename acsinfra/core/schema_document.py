@@ -61,6 +61,7 @@ def _table_of_codes() -> str:
     codes: defaultdict[int, list[str]] = defaultdict(list)
     for code in ErrorCode:
         codes[STATUS_OF_CODE.get(code, 400)].append(f"`{code.value}`")
+    codes[404].append(f"`{ErrorCode.MODEL_NOT_FOUND.value}` (`GET /v1/models/{{model_id}}`)")
     rows = [f"| {status} | {', '.join(named)} |\n" for status, named in sorted(codes.items())]
     return "| status | codes |\n| --- | --- |\n" + "".join(rows)
 

@@ -1,15 +1,20 @@
 """Sign-in, the App's first page and the admin, as a browser meets them."""
 
 import re
+import uuid
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
+from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
-from django.test import Client
+from django.db import connection, transaction
+from django.test import Client, RequestFactory
 
 from accounts.keys import digest_of
 from accounts.models import ApiKey, User
+from acsinfra.core.bare_pages import server_error
 from tests.live_server import LiveServer, make_key, make_user
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -132,6 +137,79 @@ def test_a_host_that_is_not_ours_gets_no_page(server: LiveServer) -> None:
         assert client.get("/app/sign-in", headers={"Host": "evil.example"}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/docs/guide", 405, "Not this way"),
+        ("GET", "/app/keys?name=%00", 400, "Bad request"),
+        ("GET", "/app/%00", 400, "Bad request"),
+        ("POST", "/app/sign-in", 413, "Too large"),
+    ],
+)
+def test_a_browser_is_always_shown_a_page(server: LiveServer, method: str, path: str, status: int, said: str) -> None:
+    with server.client() as client:
+        body = b"x" * (settings.MAX_BODY_BYTES + 1) if status == 413 else None
+        token = client.get("/app/sign-in").cookies["csrftoken"]
+        answer = client.request(method, path, content=body, headers={"X-CSRFToken": token})
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "text/html; charset=utf-8")
+    assert f"<h1>{said}</h1>" in answer.text
+    assert answer.headers["Content-Security-Policy"] == CSP
+
+
+def test_a_fault_of_ours_is_told_from_a_part_that_is_away(client: Client, rf: RequestFactory, user: User) -> None:
+    client.raise_request_exception = False
+    client.force_login(user)
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE accounts_apikey RENAME TO elsewhere")
+        broken = client.get("/app/keys")
+        transaction.set_rollback(True)
+    assert broken.status_code == 500
+    assert broken.headers["X-Request-Id"] in broken.content.decode()
+    assert client.get("/app/keys").status_code == 200
+    try:
+        psycopg.connect("host=127.0.0.1 port=1 connect_timeout=2")
+    except psycopg.OperationalError:
+        away = server_error(rf.get("/app"))
+    assert (away.status_code, away["Retry-After"]) == (503, "5")
+    assert "does not answer just now" in away.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("/admin", "/admin/"),
+        ("/app/", "/app"),
+        ("/app/jobs/?kind=harvest", "/app/jobs?kind=harvest"),
+        ("/docs//", "/docs"),
+        ("/docs/guide/steering/", "/docs/guide/steering"),
+        ("/favicon.ico", "/static/acsinfra/icon.svg"),
+    ],
+)
+def test_what_people_type_leads_to_the_page(client: Client, typed: str, meant: str) -> None:
+    assert client.get(typed).headers["location"] == meant
+
+
+def test_an_address_that_takes_a_form_leads_back_to_the_page_of_the_form(client: Client, user: User) -> None:
+    key, _ = make_key(user)
+    job = uuid.uuid4()
+    pages = {
+        f"/app/keys/{key.pk}/pause": "/app/keys",
+        f"/app/keys/{key.pk}/resume": "/app/keys",
+        "/app/account/end-session": "/app/account",
+        f"/app/jobs/{job}/cancel": f"/app/jobs/{job}",
+    }
+    for path, page in pages.items():
+        assert client.post(path).headers["location"] == f"/app/sign-in?next={page}"
+    client.force_login(user)
+    assert client.get("/app/sign-out").headers["location"] == "/app"
+    for path, page in pages.items():
+        if str(job) not in path:
+            assert client.get(path).headers["location"] == page
+    assert client.get("/app").status_code == 200
+    key.refresh_from_db()
+    assert key.state == "working"
+
+
 def test_the_pages_work_under_django_s_own_test_client(client: Client, user: User) -> None:
     client.force_login(user)
     answer = client.get("/app")
@@ -152,9 +230,13 @@ def operator() -> User:
 def test_the_admin_is_for_operators(server: LiveServer, user: User, operator: User) -> None:
     with server.client() as client:
         sign_in(client, user.username)
-        assert client.get("/admin/").status_code == 302
+        refused = client.get("/admin/", follow_redirects=True)
+        assert refused.status_code == 403
+        assert "may not open this page" in refused.text
     with server.client() as client:
-        sign_in(client, operator.username, page="/admin/login/")
+        asked = client.get("/admin/", follow_redirects=True)
+        assert asked.url.path == "/app/sign-in"
+        assert sign_in(client, operator.username, page=str(asked.url)).headers["location"] == "/admin/"
         index = client.get("/admin/")
         assert index.status_code == 200
         assert index.headers["Content-Security-Policy"] == CSP

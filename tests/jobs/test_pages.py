@@ -16,6 +16,7 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
+from django.utils.html import escape
 from safetensors.numpy import save
 
 from accounts.models import ApiKey, User
@@ -81,7 +82,13 @@ def done_harvest(user: User, key: ApiKey, model: BaseModel, n_shards: int = 3) -
     }
     now = timezone.now()
     HarvestJob.objects.filter(pk=job.pk).update(
-        status="done", started_at=now, completed_at=now, tokens=job.reserved_tokens, result=result, layers=[1, 3]
+        status="done",
+        started_at=now,
+        completed_at=now,
+        tokens=job.reserved_tokens,
+        result=result,
+        layers=[1, 3],
+        bytes_written=6144,
     )
     job.refresh_from_db()
     return job
@@ -175,11 +182,15 @@ def test_ten_thousand_jobs_cost_what_ten_do(signed_in: Client, user: User, key: 
 
 
 def test_a_job_s_page_shows_request_times_and_result(signed_in: Client, user: User, model: BaseModel) -> None:
-    sampling = Sampling(max_tokens=10, temperature=0.5, logprobs=2)
+    sampling = Sampling(max_tokens=10, temperature=0.5, logprobs=2, stop=("\n", "it's"), ignore_eos=True)
     job = submit(user, None, model, sampling=sampling, prompt_texts=("It's <here>",))
     waiting = signed_in.get(f"/app/jobs/{job.pk}").content.decode()
     assert "It&#x27;s &lt;here&gt;" in waiting
     assert 'hx-trigger="every 1s"' in waiting
+    # What it asks for is written as it was sent.
+    assert escape('["\\n", "it\'s"]') in waiting
+    assert "<dd>true</dd>" in waiting
+    assert "waits for" in waiting
     claimed(model)
     assert "running" in signed_in.get(f"/app/jobs/{job.pk}", headers={"HX-Request": "true"}).content.decode()
     finish(job, completion())
@@ -295,10 +306,16 @@ def test_a_harvest_is_cancelled_and_its_files_are_deleted(
     signed_in.post(f"{url}/cancel")
     job.refresh_from_db()
     assert job.status == "cancelled"
+    assert "keeps no files" in signed_in.get(url).content.decode()
+    assert "Erase the prompts" in signed_in.get(f"{url}/delete").content.decode()
     signed_in.post(f"{url}/delete")
     job.refresh_from_db()
     assert job.files_deleted_at is not None
-    assert "They were deleted" in signed_in.get(url).content.decode()
+    assert "Its prompts were erased" in signed_in.get(url).content.decode()
+    done = done_harvest(user, key, model)
+    assert "6 KiB of files" in signed_in.get(f"/app/jobs/harvest/{done.pk}/delete").content.decode()
+    signed_in.post(f"/app/jobs/harvest/{done.pk}/delete")
+    assert "They were deleted" in signed_in.get(f"/app/jobs/harvest/{done.pk}").content.decode()
 
 
 # Others

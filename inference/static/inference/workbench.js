@@ -270,6 +270,7 @@ function showModel() {
   const badge = find("model-status");
   badge.textContent = model.status;
   badge.className = `badge ${model.status}`;
+  badge.hidden = false;
   field("layer").max = layers - 1;
   field("layer").value = Math.floor(layers / 2);
 }
@@ -279,7 +280,10 @@ async function showModels() {
   for (const model of list) known.set(model.id, model);
   const wanted = new URLSearchParams(location.search).get("model");
   field("model").replaceChildren(...list.map((model) => new Option(model.id, model.id, false, model.id === wanted)));
-  if (list.length === 0) throw new ApiFault("There is no Base model here yet; an operator adds one.");
+  if (list.length === 0) {
+    find("run").disabled = find("capture").disabled = true;
+    throw new ApiFault("There is no Base model just now: an operator adds one or switches one on.");
+  }
   showModel();
 }
 
