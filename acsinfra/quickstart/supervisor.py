@@ -2,20 +2,23 @@
 
 import contextlib
 import fcntl
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO
 
 import psutil
 
+from acsinfra.quickstart.launcher import LaunchedProcess, Launcher, LauncherGone
 from acsinfra.quickstart.processes import ProcessRecord, end_processes
 
 SERVERS, WORKERS = 0, 1
+# What is forked from the launcher, and its process among the children.
+LAUNCHED_MODULE, LAUNCHER = "inference.engine.launched", "launcher"
 # A log that has grown past this is put aside at the next start.
 LOG_BYTES = 64 * 1024**2
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -34,7 +37,7 @@ class Child:
     """A running child, its log, and where this run's part of the log begins."""
 
     record: ProcessRecord
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | LaunchedProcess
     log: Path
     log_start: int
 
@@ -74,6 +77,7 @@ class Supervisor:
         for folder in (self.logs, self.run):
             folder.mkdir(exist_ok=True)
         self.children: dict[str, Child] = {}
+        self._launcher: Launcher | None = None
         self._lock = self._take_lock()
         self.leftovers = end_processes(self.run)
         self._guardian = subprocess.Popen(
@@ -103,32 +107,80 @@ class Supervisor:
         stop_signal: int = signal.SIGTERM,
         patience: float = 20,
         before_exec: Callable[[], None] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Child:
         """Start `command` in a process group of its own and put it on record.
 
-        `before_exec` runs in the child. It keeps bytecode, whatever `env` says: without, each start of an engine
-        would compile vLLM's thousands of modules anew, a minute of CPU.
+        `before_exec` runs in the child, which has `pass_fds` too. It keeps bytecode, whatever `env` says: without,
+        each start of an engine would compile vLLM's thousands of modules anew, a minute of CPU.
         """
-        log = self.logs / f"{name}.log"
-        if log.exists() and log.stat().st_size > LOG_BYTES:
-            log.replace(log.with_suffix(".log.1"))
+        log, log_start = self._open_log(name)
         with log.open("ab") as output:
-            log_start = output.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 [str(part) for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={name: value for name, value in env.items() if name != "PYTHONDONTWRITEBYTECODE"},
+                env=_with_bytecode(env),
                 cwd=cwd or PROJECT,
                 start_new_session=True,
                 preexec_fn=before_exec,
+                pass_fds=pass_fds,
             )
+        return self._put_on_record(name, process, log, log_start, tier=tier, stop=stop_signal, patience=patience)
+
+    def start_launcher(self, *, env: Mapping[str, str], module: str = LAUNCHED_MODULE) -> None:
+        """Begin to import vLLM for the engines of `spawn_engine`; returns at once. A second call changes nothing."""
+        if self._launcher is not None:
+            return
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "acsinfra.quickstart.launcher", module, str(theirs.fileno())]
+        with theirs:
+            self.spawn(LAUNCHER, command, env=env, tier=SERVERS, pass_fds=[theirs.fileno()])
+        self._launcher = Launcher(ours)
+
+    @property
+    def is_launcher_ready(self) -> bool:
+        """Whether `spawn_engine` would not wait for the launcher."""
+        return self._launcher is None or self._launcher.is_ready()
+
+    def spawn_engine(self, name: str, command: Sequence[str], *, env: Mapping[str, str]) -> Child:
+        """`spawn` of a script of this project's that runs an engine; `command` begins with the script.
+
+        A fork of the launcher where `start_launcher` was called and it lives, otherwise Python anew. It shares the
+        machine with others.
+        """
+        if self._launcher is not None:
+            log, log_start = self._open_log(name)
+            with contextlib.suppress(LauncherGone):
+                process = self._launcher.start(command, env=_with_bytecode(env), cwd=PROJECT, log=log)
+                return self._put_on_record(name, process, log, log_start)
+        return self.spawn(name, [sys.executable, *command], env=env)
+
+    def _open_log(self, name: str) -> tuple[Path, int]:
+        """The log of a child, and where it goes on."""
+        log = self.logs / f"{name}.log"
+        if log.exists() and log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+        log.touch()
+        return log, log.stat().st_size
+
+    def _put_on_record(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes] | LaunchedProcess,
+        log: Path,
+        log_start: int,
+        *,
+        tier: int = WORKERS,
+        stop: int = signal.SIGTERM,
+        patience: float = 20,
+    ) -> Child:
         try:
             started = psutil.Process(process.pid).create_time()
         except psutil.NoSuchProcess:
             started = 0.0
-        record = ProcessRecord(name, process.pid, started, tier, stop_signal, patience)
+        record = ProcessRecord(name, process.pid, started, tier, stop, patience)
         record.write(self.run)
         child = Child(record, process, log, log_start)
         self.children[name] = child
@@ -164,7 +216,13 @@ class Supervisor:
         for child in self.children.values():
             child.process.wait()
         self.children.clear()
+        if self._launcher is not None:
+            self._launcher.close()
         if self._guardian.stdin:
             self._guardian.stdin.close()
         self._guardian.wait()
         self._lock.close()
+
+
+def _with_bytecode(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name != "PYTHONDONTWRITEBYTECODE"}

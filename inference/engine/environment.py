@@ -4,6 +4,16 @@ import os
 import sys
 from pathlib import Path
 
+# Whether this process, or the one that it was forked from, prepared for engines that are not known yet.
+_is_launcher = False
+
+
+def prepare_launcher() -> None:
+    """Set the environment of a process that imports vLLM for engines that are forked from it and share the machine."""
+    global _is_launcher
+    prepare_environment(checkpoint="", tensor_parallel_size=1, shares_machine=True)
+    _is_launcher = True
+
 
 def prepare_environment(
     *, checkpoint: str, tensor_parallel_size: int, shares_machine: bool, compile_cache: Path | None = None
@@ -13,9 +23,9 @@ def prepare_environment(
     `shares_machine` is True where the API or other work runs beside the engine on the same CPUs: its threads then
     sleep when they wait, and are not bound to cores. `compile_cache` is the folder where what is compiled is kept for
     the next start. Values that the operator set stay, but for those that decide
-    where the engine's processes are. Raises `RuntimeError` when vllm was imported already.
+    where the engine's processes are. Raises `RuntimeError` when vllm was imported already, unless a launcher did.
     """
-    if "vllm" in sys.modules:
+    if "vllm" in sys.modules and not (_is_launcher and shares_machine):
         raise RuntimeError("vllm was imported before its environment was prepared")
     if Path(checkpoint).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

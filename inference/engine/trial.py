@@ -2,14 +2,15 @@
 
 import contextlib
 import logging
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Final, Self
 
 from inference.engine.errors import EngineRefused
+from inference.engine.fork_server import process_context
 from inference.engine.leftovers import end_with_parent
 from inference.wire import EngineOptions
 
@@ -34,9 +35,9 @@ class TrialEngine:
     ) -> None:
         self._options, self._name, self._layers = options, name, tuple(layers)
         self._should_stop = should_stop
-        # `spawn`: the process must share nothing with this one, least of all a GPU's state that a fault has spoiled.
-        self._context = multiprocessing.get_context("spawn")
-        self._process: multiprocessing.process.BaseProcess | None = None
+        # No fork of this process: it must share nothing with this one, least of all a GPU's state that a fault spoiled.
+        self._context = process_context()
+        self._process: BaseProcess | None = None
         self._connection: Connection | None = None
 
     def can_read(self, prompts: Prompts) -> bool:
@@ -75,7 +76,8 @@ class TrialEngine:
 
     def _start(self) -> bool:
         self._connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_read, args=(theirs, self._options, self._name, self._layers))
+        process = self._context.Process  # type: ignore[attr-defined]
+        self._process = process(target=_read, args=(theirs, self._options, self._name, self._layers))
         self._process.start()
         theirs.close()
         return self._answers()

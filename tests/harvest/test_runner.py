@@ -1,7 +1,6 @@
 """Runners that are killed, stopped, cancelled, or two: every job still comes to its one right end."""
 
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,7 +64,7 @@ def wait_until(is_true: Callable[[], bool], *, seconds: float = 120) -> None:
 def another_runner(stack: Stack, model: str) -> Iterator[Child]:
     """Run a runner of `model` beside the stack's, from when it takes jobs until the block ends."""
     supervisor, name = stack._supervisor, f"another-runner-of-{model}"
-    child = supervisor.spawn(name, [sys.executable, "manage.py", "runner", model], env=stack.env)
+    child = stack.spawn("runner", name=name, model=model)
     try:
         wait_until(lambda: "takes jobs" in child.log_text())
         yield child

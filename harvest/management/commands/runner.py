@@ -21,8 +21,10 @@ class Command(EngineCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the engine in a process that may die of what it reads, and that another then takes the place of."""
         from harvest.runner.lives import begin_life
+        from inference.engine.fork_server import fork_the_fork_server
 
         self._life = begin_life(n_prompts=PROMPTS_AT_MOST)
+        fork_the_fork_server()
         super().handle(*args, **options)
 
     def run_engine(self, model: BaseModel, checkpoint: Path, *, shares_machine: bool) -> None:

@@ -175,7 +175,7 @@ class Parts:
             self._supervisor.spawn(name, command, env=stack.env)
         else:
             part = cast("Part", name)
-            stack.children[part] = self._supervisor.spawn(self._child_of(name), stack._command(part), env=stack.env)
+            stack.children[part] = stack.spawn(part, name=self._child_of(name))
 
     def _child_of(self, name: str) -> str:
         return name if name.startswith("api") else f"chaos-{name}"
