@@ -42,6 +42,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HOME = Path(tempfile.mkdtemp(prefix="acs-tests-"))
 SUPERVISOR = Supervisor(HOME)
+# One import of vLLM for all engines of this process's tests.
+Stack.engines_from = SUPERVISOR
 POSTGRES = EmbeddedPostgres(SUPERVISOR, durable=False)
 VALKEY = EmbeddedValkey(SUPERVISOR)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import httpx
 import psutil
@@ -52,8 +52,11 @@ class StackUser:
 class Stack:
     """The processes under test. Each part starts when it is first asked for, and stays until `close`.
 
-    `env` is the environment of every part: change it before a part starts, or `restart` the part.
+    `env` is the environment of every part: change it before a part starts, or `restart` the part. `engines_from` is
+    whose launcher starts the engines, where many stacks share one; None: the stack's own Supervisor's.
     """
+
+    engines_from: ClassVar[Supervisor | None] = None
 
     def __init__(
         self,
@@ -218,7 +221,11 @@ class Stack:
         """Start a part's process, an engine's from the launcher, and return it; `name` is what its log is called."""
         name = name or f"{self._name}-{part}"
         if part in ("inference", "runner"):
-            self._supervisor.start_launcher(env=os.environ)
+            if self.engines_from is not None:
+                self.engines_from.start_launcher(env=os.environ)
+                self._supervisor._launcher = self.engines_from._launcher
+            else:
+                self._supervisor.start_launcher(env=os.environ)
             return self._supervisor.spawn_engine(name, ["manage.py", part, model], env=self.env)
         if part == "scheduler":
             return self._supervisor.spawn(name, [sys.executable, "manage.py", part], env=self.env)

@@ -210,7 +210,8 @@ def _become(start: _Start) -> None:
     os.chdir(start.cwd)
     setproctitle(" ".join(start.argv))
     sys.argv = start.argv
-    sys.path[0] = str(Path(start.argv[0]).resolve().parent)
+    paths = [path for path in start.env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:1] = [str(Path(start.argv[0]).resolve().parent), *paths]
     runpy.run_path(start.argv[0], run_name="__main__")
 
 

@@ -215,9 +215,9 @@ class Supervisor:
         end_processes(self.run)
         for child in self.children.values():
             child.process.wait()
-        self.children.clear()
-        if self._launcher is not None:
+        if self._launcher is not None and LAUNCHER in self.children:
             self._launcher.close()
+        self.children.clear()
         if self._guardian.stdin:
             self._guardian.stdin.close()
         self._guardian.wait()

@@ -18,7 +18,7 @@ MODULE = "colorsys"
 TELL = """
 import json, os, sys
 print(json.dumps({"argv": sys.argv, "name": __name__, "cwd": os.getcwd(), "group": os.getpgid(0), "pid": os.getpid(),
-                  "env": dict(os.environ), "imported": "colorsys" in sys.modules, "path": sys.path[0]}), flush=True)
+                  "env": dict(os.environ), "imported": "colorsys" in sys.modules, "path": sys.path[:2]}), flush=True)
 print("said", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
@@ -40,16 +40,18 @@ def script(folder: Path, text: str) -> str:
 
 
 def test_a_script_runs_as_python_would_run_it(supervisor: Supervisor, tmp_path: Path) -> None:
-    own = {"ONLY_THIS": "ü", "PYTHONDONTWRITEBYTECODE": "1"}
-    child = supervisor.spawn_engine("told", [script(tmp_path, TELL), "3", "ö"], env=own)
+    own = {"ONLY_THIS": "ü", "PYTHONPATH": str(tmp_path / "more")}
+    child = supervisor.spawn_engine(
+        "told", [script(tmp_path, TELL), "3", "ö"], env={**own, "PYTHONDONTWRITEBYTECODE": "1"}
+    )
     assert isinstance(child.process, LaunchedProcess)
     assert child.process.wait(30) == 3
     line, _, rest = child.log_text().partition("\n")
     told = json.loads(line)
     assert rest == "said\n"
     assert told["argv"] == [str(tmp_path / "script.py"), "3", "ö"]
-    assert (told["name"], told["imported"], told["path"]) == ("__main__", True, str(tmp_path))
-    assert told["env"] == {"ONLY_THIS": "ü"}
+    assert (told["name"], told["imported"]) == ("__main__", True)
+    assert (told["path"], told["env"]) == ([str(tmp_path), str(tmp_path / "more")], own)
     assert told["group"] == told["pid"] == child.process.pid
     with pytest.raises(ChildFailed, match=r"(?s)told ended with status 3.*said"):
         supervisor.check()
