@@ -6,7 +6,7 @@ Each function is one transaction. Whoever lost its lease writes nothing more: Le
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -14,6 +14,8 @@ import zstandard
 from django.conf import settings
 from django.db import connection, transaction
 
+from accounts.models import ApiKey, User
+from acsinfra.core.db import planning_once
 from acsinfra.core.errors import ApiError
 from acsinfra.core.leases import LeaseLostError, RunningLimit, claim_next, lock_leased, put_back
 from budgets.errors import BudgetExceeded, HoldConflict
@@ -27,6 +29,13 @@ from jobs.services import Answer, count_try, end_job, fail_job, job_failed, tell
 
 logger = structlog.get_logger(__name__)
 
+_READ = """
+SELECT j.id, j.user_id, j.api_key_id, j.model, j.hold_tokens, j.hold_id, j.claims, j.tries, m.is_enabled, r.work_zstd
+  FROM jobs_completionjob j
+  JOIN inference_basemodel m ON m.id = j.base_model_id
+  JOIN jobs_jobrequest r ON r.job_id = j.id
+ WHERE j.id = %s
+"""
 # One statement for all that a worker runs. A row that does not come back is its worker's no more.
 _LOOK = """
 SELECT j.id, j.cancel_requested_at IS NOT NULL
@@ -56,6 +65,21 @@ class ClaimedJob:
     work: CompletionWork
 
 
+class _ClaimedRow(NamedTuple):
+    """What is read of a Job that was just claimed."""
+
+    id: uuid.UUID
+    user_id: int
+    api_key_id: int | None
+    model: str
+    hold_tokens: int
+    hold_id: uuid.UUID | None
+    claims: int
+    tries: int
+    is_enabled: bool
+    work_zstd: bytes
+
+
 @dataclass(frozen=True)
 class Count:
     """What a worker has counted of a Job until now; `tokens` is None before the engine has it."""
@@ -76,50 +100,57 @@ def claim_job(*, base_model_id: int, owner: uuid.UUID) -> ClaimedJob | None:
     limit = RunningLimit(column="jobs_running", default=settings.JOBS_RUNNING)
     while True:
         with transaction.atomic():
-            claimed = claim_next(
+            job_id = claim_next(
                 CompletionJob, base_model_id=base_model_id, owner=owner, lease=settings.LEASE, limit=limit
             )
-            if claimed is None:
+            if job_id is None:
                 return None
-            whole = CompletionJob.objects.select_related("user", "api_key", "base_model", "request")
-            job = whole.get(pk=claimed.pk)
-            if _may_run(job):
-                work_json = zstandard.decompress(job.request.work_zstd)
+            row = _read(job_id)
+            if _may_run(row):
+                job = CompletionJob(pk=job_id)
                 return ClaimedJob(
-                    id=job.pk,
+                    id=job_id,
                     owner=owner,
-                    claims=job.claims,
-                    tries=job.tries,
+                    claims=row.claims,
+                    tries=row.tries,
                     request_id=job.request_id,
                     storage_prefix=job.storage_prefix,
-                    work=msgspec.json.decode(work_json, type=CompletionWork),
+                    work=msgspec.json.decode(zstandard.decompress(row.work_zstd), type=CompletionWork),
                 )
 
 
-def _may_run(job: CompletionJob) -> bool:
+def _read(job_id: uuid.UUID) -> _ClaimedRow:
+    with planning_once() as cursor:
+        row = cursor.execute(_READ, [job_id]).fetchone()
+    assert row is not None
+    return _ClaimedRow(*row)
+
+
+def _may_run(row: _ClaimedRow) -> bool:
     """Take the Hold of a Job that was just claimed, or end it."""
-    if not job.base_model.is_enabled:
+    if not row.is_enabled:
+        job = CompletionJob.objects.get(pk=row.id)
         fail_job(job, model_not_found(job.model), tokens=job.counted_tokens)
         return False
-    if job.hold_id is not None:
+    if row.hold_id is not None:
         return True
     try:
-        with transaction.atomic():
-            hold = take_hold(
-                user=job.user,
-                api_key=job.api_key,
-                tokens=job.hold_tokens,
-                work=WorkRef(kind=WorkKind.JOB, id=str(job.pk), model=job.model),
-            )
+        hold = take_hold(
+            # Who pays, by id: nothing else of them is looked at.
+            user=User(pk=row.user_id),
+            api_key=None if row.api_key_id is None else ApiKey(pk=row.api_key_id, user_id=row.user_id),
+            tokens=row.hold_tokens,
+            work=WorkRef(kind=WorkKind.JOB, id=str(row.id), model=row.model),
+        )
     except BudgetExceeded as error:
-        fail_job(job, error, tokens=None)
+        fail_job(CompletionJob.objects.get(pk=row.id), error, tokens=None)
         return False
     except HoldConflict:
-        logger.exception("a job that never ran has a hold already", job_id=str(job.pk))
-        fail_job(job, job_failed("The tokens of this Job could not be held."), tokens=None)
+        logger.exception("a job that never ran has a hold already", job_id=str(row.id))
+        failure = job_failed("The tokens of this Job could not be held.")
+        fail_job(CompletionJob.objects.get(pk=row.id), failure, tokens=None)
         return False
-    job.hold_id = hold.pk
-    job.save(update_fields=["hold_id"])
+    CompletionJob.objects.filter(pk=row.id).update(hold_id=hold.pk)
     return True
 
 

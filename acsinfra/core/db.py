@@ -9,9 +9,9 @@ import contextvars
 import functools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, LiteralString
 from weakref import WeakKeyDictionary
 
@@ -179,6 +179,21 @@ async def database_step[**P, R](step: Callable[P, R], *args: P.args, **kwargs: P
             connections.close_all()
 
     return await asyncio.get_running_loop().run_in_executor(_threads(), run)
+
+
+@contextmanager
+def planning_once() -> Generator[psycopg.Cursor[Row]]:
+    """A cursor on this thread's connection of Django's, for statements that take as long to plan as to run.
+
+    PostgreSQL parses, and soon plans, each of them once for a connection; Django's own cursors put the values into the
+    text and have it done each time.
+    """
+    orm = connections["default"]
+    orm.ensure_connection()
+    # Django switches this off, and its own cursors never prepare.
+    orm.connection.prepare_threshold = 2
+    with orm.wrap_database_errors, psycopg.Cursor(orm.connection) as cursor:
+        yield cursor
 
 
 async def give_back_connection() -> None:

@@ -9,45 +9,44 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, LiteralString
 
 from django.contrib.auth import get_user_model
-from django.db import connection, models, transaction
-from django.db.backends.utils import CursorWrapper
+from django.db import models, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
+from psycopg import Cursor
 
+from acsinfra.core.db import Row, planning_once
 from acsinfra.core.ids import new_uuid7
 
 # Users who run as many as they may, counted over all Base models, and those whose turn was just found to be over.
 _PASSED_OVER = """passed_over(user_id) AS MATERIALIZED (
-    SELECT r.user_id FROM (SELECT user_id, count(*) AS busy FROM {table} WHERE status = %(running)s GROUP BY user_id) r
+    SELECT r.user_id FROM (SELECT user_id, count(*) AS busy FROM {table} WHERE status = '{running}' GROUP BY user_id) r
       JOIN {users} u ON u.id = r.user_id WHERE r.busy >= coalesce(u.{limit_column}, %(at_once)s)
      UNION ALL
     SELECT unnest(%(passed_over)s::bigint[])
 )"""
 _NOBODY_PASSED_OVER = "passed_over(user_id) AS (SELECT NULL::bigint WHERE false)"
+# Statuses stand in the text, so that a plan for whatever values knows which of the partial indexes serve.
+_WAITS = "base_model_id = %(model)s AND status = '{waiting}' AND (retry_at IS NULL OR retry_at <= now())"
 
 # By the clock, not the transaction's start: it may have waited long for its turn.
-_TAKE = """UPDATE {table} SET status = %(running)s, lease_owner = %(owner)s, claims = claims + 1, retry_at = NULL,
+_TAKE = """UPDATE {table} SET status = '{running}', lease_owner = %(owner)s, claims = claims + 1, retry_at = NULL,
        lease_expires_at = clock_timestamp() + %(lease)s, started_at = coalesce(started_at, clock_timestamp())
   FROM taken WHERE {table}.id = taken.id
 RETURNING {table}.id, {table}.user_id"""
+# From there on no other claim for this User is under way.
+_AND_LOCK_USER = ", pg_advisory_xact_lock(hashtext('{table}.user'), hashint8({table}.user_id))"
 
-# The oldest row of a User who has none running is next, if there is one: mostly it is among the first that wait, so
-# that nothing needs to be known about the other Users, however many wait. NOT IN: PostgreSQL hashes it whatever it
-# expects, where NOT EXISTS went through all the busy Users for each row.
 _CLAIM_AT_FRONT = """
 WITH {passed_over}, busy AS MATERIALIZED (
-    SELECT DISTINCT user_id FROM {table} WHERE base_model_id = %(model)s AND status = %(running)s
+    SELECT DISTINCT user_id FROM {table} WHERE base_model_id = %(model)s AND status = '{running}'
 ), front AS (
-    SELECT {age}, user_id FROM {table}
-     WHERE base_model_id = %(model)s AND status = %(waiting)s AND lease_owner IS NULL
-       AND (retry_at IS NULL OR retry_at <= now())
-     ORDER BY {age} LIMIT %(front)s
+    SELECT {age}, user_id FROM {table} WHERE {waits} AND lease_owner IS NULL ORDER BY {age} LIMIT {front}
 ), taken AS (
     SELECT id FROM {table} job
-     WHERE status = %(waiting)s
+     WHERE status = '{waiting}'
        AND id = (SELECT id FROM front
                   WHERE user_id NOT IN (SELECT user_id FROM busy)
                     AND user_id NOT IN (SELECT user_id FROM passed_over)
@@ -56,28 +55,20 @@ WITH {passed_over}, busy AS MATERIALIZED (
 )
 {take}"""
 
-# {waiting} and {running} are statuses; the recursion visits each waiting User once, however many rows wait.
+# The recursion goes from each waiting User's oldest row to the next User's, however many rows wait.
 _CLAIM = """
-WITH RECURSIVE {passed_over}, waiting_users(user_id) AS (
-    (SELECT user_id FROM {table} WHERE base_model_id = %(model)s AND status = %(waiting)s ORDER BY user_id LIMIT 1)
+WITH RECURSIVE {passed_over}, next_of_users AS (
+    (SELECT user_id, {age} FROM {table} WHERE {waits} ORDER BY user_id, {age} LIMIT 1)
     UNION ALL
-    SELECT (SELECT later.user_id FROM {table} later
-             WHERE later.base_model_id = %(model)s AND later.status = %(waiting)s AND later.user_id > w.user_id
-             ORDER BY later.user_id LIMIT 1)
-      FROM waiting_users w WHERE w.user_id IS NOT NULL
-), next_of_users AS (
-    SELECT oldest.*, (SELECT count(*) FROM {table} r
-                        WHERE r.base_model_id = %(model)s AND r.status = %(running)s AND r.user_id = w.user_id) AS busy
-      FROM waiting_users w
-     CROSS JOIN LATERAL (SELECT {age} FROM {table} j
-                          WHERE j.base_model_id = %(model)s AND j.status = %(waiting)s AND j.user_id = w.user_id
-                            AND (j.retry_at IS NULL OR j.retry_at <= now())
-                          ORDER BY {age} LIMIT 1) oldest
-     WHERE w.user_id IS NOT NULL AND NOT EXISTS (SELECT FROM passed_over p WHERE p.user_id = w.user_id)
+    SELECT later.*
+      FROM next_of_users
+     CROSS JOIN LATERAL (SELECT user_id, {age} FROM {table} WHERE {waits} AND user_id > next_of_users.user_id
+                          ORDER BY user_id, {age} LIMIT 1) later
 ), taken AS (
-    SELECT job.id FROM {table} job JOIN next_of_users USING ({age})
-     WHERE job.status = %(waiting)s
-     ORDER BY busy, {age} LIMIT 1
+    SELECT id FROM next_of_users oldest JOIN {table} job USING ({age})
+     WHERE job.status = '{waiting}' AND oldest.user_id NOT IN (SELECT user_id FROM passed_over)
+     ORDER BY (SELECT count(*) FROM {table} r WHERE r.base_model_id = %(model)s AND r.status = '{running}'
+                                                AND r.user_id = oldest.user_id), {age} LIMIT 1
        FOR UPDATE OF job SKIP LOCKED
 )
 {take}"""
@@ -123,76 +114,76 @@ class LeasedWork(models.Model):
         abstract = True
 
 
-def claim_next[Work: LeasedWork](
-    work: type[Work], *, base_model_id: int, owner: uuid.UUID, lease: timedelta, limit: RunningLimit | None = None
-) -> Work | None:
-    """Give `owner` the next waiting row of the Base model, now running with a lease; None when none may run now.
+def claim_next(
+    work: type[LeasedWork], *, base_model_id: int, owner: uuid.UUID, lease: timedelta, limit: RunningLimit | None = None
+) -> uuid.UUID | None:
+    """Give `owner` the next waiting row of the Base model, now running with a lease: its id, or None if none may run.
 
     With `limit`, a User who has so many running, over all Base models, is passed over. The rows need the columns of
     LeasedWork and `user_id`, `base_model_id`, `status`, `started_at`, and an index on (base_model, status, user, *AGE);
     where `FRONT` is set, also one of the running rows, and one on (base_model, *AGE) of the waiting ones whose
     `lease_owner` is null (which all are; it keeps PostgreSQL from walking this one to find a User's oldest).
     """
-    table = work._meta.db_table
     values: dict[str, Any] = {
         "model": base_model_id,
-        "waiting": work.WAITING,
-        "running": work.RUNNING,
         "owner": owner,
         "lease": lease,
-        "front": work.FRONT,
         "at_once": None if limit is None else limit.default,
         "passed_over": [],
     }
-    with transaction.atomic(), connection.cursor() as cursor:
-        # One claim at a time for a Base model, so that two runners that claim at once count each other's work.
-        cursor.execute("SELECT pg_advisory_xact_lock(hashtext(%s), %s)", [table, base_model_id])
-        while True:
-            with transaction.atomic():
-                found = _take_next(cursor, work, values, limit)
-                if found is None:
-                    return None
-                pk, user_id = found
-                if limit is None or _is_within(cursor, work, user_id, limit):
-                    break
-                # Another Base model's runner was quicker.
-                transaction.set_rollback(True)
-            values["passed_over"].append(user_id)
-    return work._default_manager.get(pk=pk)
+    while True:
+        with transaction.atomic(), planning_once() as cursor:
+            # One claim at a time for a Base model, so that two runners that claim at once count each other's work.
+            cursor.execute("SELECT pg_advisory_xact_lock(hashtext(%s), %s)", [work._meta.db_table, base_model_id])
+            found = _take_next(cursor, work, values, limit)
+            if found is None:
+                return None
+            pk, user_id = found
+            if limit is None or _is_within(cursor, work, user_id, limit):
+                return pk
+            # Another Base model's runner was quicker.
+            transaction.set_rollback(True)
+        values["passed_over"].append(user_id)
 
 
 def _take_next(
-    cursor: CursorWrapper, work: type[LeasedWork], values: dict[str, Any], limit: RunningLimit | None
+    cursor: Cursor[Row], work: type[LeasedWork], values: dict[str, Any], limit: RunningLimit | None
 ) -> tuple[uuid.UUID, int] | None:
     for query in claim_queries(work, limit):
-        cursor.execute(query, values)
-        row: tuple[uuid.UUID, int] | None = cursor.fetchone()
+        row = cursor.execute(query, values).fetchone()
         if row is not None:
-            return row
+            return row[0], row[1]
     return None
 
 
-def claim_queries(work: type[LeasedWork], limit: RunningLimit | None) -> list[str]:
+def claim_queries(work: type[LeasedWork], limit: RunningLimit | None) -> list[LiteralString]:
     """The statements that claim, to be tried in this order; the last decides alone where the first finds nothing."""
-    table, users = work._meta.db_table, get_user_model()._meta.db_table
-    passed_over = _NOBODY_PASSED_OVER
+    names: dict[str, Any] = {
+        "table": work._meta.db_table,
+        "users": get_user_model()._meta.db_table,
+        "age": work.AGE,
+        "waiting": work.WAITING,
+        "running": work.RUNNING,
+        "front": work.FRONT,
+        "limit_column": None if limit is None else limit.column,
+    }
+    parts = {"waits": _WAITS, "passed_over": _NOBODY_PASSED_OVER, "take": _TAKE}
     if limit is not None:
-        passed_over = _PASSED_OVER.format(table=table, users=users, limit_column=limit.column)
-    queries = [_CLAIM_AT_FRONT, _CLAIM] if work.FRONT else [_CLAIM]
-    take = _TAKE.format(table=table)
-    return [query.format(table=table, age=work.AGE, passed_over=passed_over, take=take) for query in queries]
+        parts |= {"passed_over": _PASSED_OVER, "take": _TAKE + _AND_LOCK_USER}
+    names |= {part: text.format(**names) for part, text in parts.items()}
+    return [query.format(**names) for query in ([_CLAIM_AT_FRONT, _CLAIM] if work.FRONT else [_CLAIM])]
 
 
-def _is_within(cursor: CursorWrapper, work: type[LeasedWork], user_id: int, limit: RunningLimit) -> bool:
-    """Whether the row just taken is within its User's limit, once no other claim for that User is under way."""
+def _is_within(cursor: Cursor[Row], work: type[LeasedWork], user_id: int, limit: RunningLimit) -> bool:
+    """Whether the row just taken is within its User's limit, now that no other claim for that User is under way."""
     table, users = work._meta.db_table, get_user_model()._meta.db_table
-    cursor.execute("SELECT pg_advisory_xact_lock(hashtext(%s), %s)", [f"{table}.user", user_id])
-    cursor.execute(
+    row = cursor.execute(
         f"SELECT count(*) <= coalesce((SELECT {limit.column} FROM {users} WHERE id = %s), %s) "  # noqa: S608
-        f"FROM {table} WHERE status = %s AND user_id = %s",
-        [user_id, limit.default, work.RUNNING, user_id],
-    )
-    return bool(cursor.fetchone()[0])
+        f"FROM {table} WHERE status = '{work.RUNNING}' AND user_id = %s",
+        [user_id, limit.default, user_id],
+    ).fetchone()
+    assert row is not None
+    return bool(row[0])
 
 
 def renew_lease(work: type[LeasedWork], *, pk: uuid.UUID, owner: uuid.UUID, lease: timedelta) -> None:

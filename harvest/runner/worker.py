@@ -105,9 +105,10 @@ class Runner:
     def _run_next(self) -> bool:
         if not may_start_work():
             return False
-        job = claim_next(HarvestJob, base_model_id=self._model.pk, owner=self._owner, lease=settings.LEASE)
-        if job is None:
+        job_id = claim_next(HarvestJob, base_model_id=self._model.pk, owner=self._owner, lease=settings.LEASE)
+        if job_id is None:
             return False
+        job = HarvestJob.objects.get(pk=job_id)
         with structlog.contextvars.bound_contextvars(job_id=str(job.pk)):
             logger.info("harvest claimed", claims=job.claims, n_prompts=job.n_prompts)
             self._bring_to_an_end(job, self._run)

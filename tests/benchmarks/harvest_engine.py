@@ -171,8 +171,9 @@ class EngineWays:
         from harvest.runner.stopwatch import Stopwatch
 
         owner = uuid.uuid4()
-        job = claim_next(HarvestJob, base_model_id=self.model.pk, owner=owner, lease=settings.LEASE)
-        assert job is not None
+        job_id = claim_next(HarvestJob, base_model_id=self.model.pk, owner=owner, lease=settings.LEASE)
+        assert job_id is not None
+        job = HarvestJob.objects.get(pk=job_id)
         keeper = LeaseKeeper(job_id=job.pk, owner=owner, is_stopping=lambda: False)
         try:
             done = HarvestRun(

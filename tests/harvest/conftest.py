@@ -106,7 +106,8 @@ def claim(model: BaseModel, owner: uuid.UUID = OWNER) -> Any:
     from acsinfra.core.leases import claim_next
     from harvest.models import HarvestJob
 
-    return claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=LEASE)
+    job_id = claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=LEASE)
+    return None if job_id is None else HarvestJob.objects.get(pk=job_id)
 
 
 def let_the_lease_run_out(job_id: uuid.UUID) -> None:

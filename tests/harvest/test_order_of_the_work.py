@@ -88,8 +88,7 @@ def test_a_claim_reads_a_few_rows_of_each_waiting_user_however_many_jobs_there_a
         {"status": "'cancelled'", "completed_at": "now()", "tokens": "0"}.get(name, value)
         for name, value in zip(columns, fresh, strict=True)
     ]
-    claim_values: dict[str, Any] = {"model": model.pk, "waiting": "pending", "running": "running", "owner": OWNER}
-    claim_values["lease"] = LEASE
+    claim_values: dict[str, Any] = {"model": model.pk, "owner": OWNER, "lease": LEASE}
     with connection.cursor() as cursor:
         for values, copies in ((fresh, 1_000), (ended, 1)):
             cursor.execute(

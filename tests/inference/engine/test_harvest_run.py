@@ -66,8 +66,9 @@ def test_a_slow_storage_stops_the_engine_within_its_window(
         plan=plan_for(model, prompts=prompts, layers=(0, 1, 2, 3), shard_size=shard_size, reserved_tokens=50_000),
     )
     owner = uuid.uuid4()
-    job = claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=settings.LEASE)
-    assert job is not None
+    job_id = claim_next(HarvestJob, base_model_id=model.pk, owner=owner, lease=settings.LEASE)
+    assert job_id is not None
+    job = HarvestJob.objects.get(pk=job_id)
     keeper = LeaseKeeper(job_id=job.pk, owner=owner, is_stopping=lambda: False)
     watch, storage, memory = Stopwatch(), SlowStorage(tmp_path), WindowMemory(MEMORY_BYTES)
     read_before_ready: list[int] = []
