@@ -4,6 +4,7 @@ import json
 import string
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -96,7 +97,7 @@ def test_a_claim_reads_few_rows_however_many_jobs_wait_or_have_ended(n_users: in
         for number, query in enumerate(leases.claim_queries(CompletionJob, LIMIT)):
             numbered = query % {name: f"${at}" for at, name in enumerate(types, 1)}
             cursor.execute(f"PREPARE claim_{number} ({', '.join(types.values())}) AS {numbered}")
-            values = [model.pk, OWNER, "30 s", 8, []]
+            values: list[Any] = [model.pk, OWNER, "30 s", 8, []]
             explain = f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE claim_{number}(%s, %s, %s, %s, %s)"
             cursor.execute(explain, values)
             (plan,) = cursor.fetchone()[0]
