@@ -16,6 +16,7 @@ from django.utils.html import format_html
 
 from accounts import invitation_admin as invitation_admin  # registers itself
 from accounts import services
+from accounts import sign_in_admin as sign_in_admin  # registers itself
 from accounts.audit import COMMAND_LINE
 from accounts.invitations import approve_user
 from accounts.models import ApiKey, User

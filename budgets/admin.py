@@ -8,7 +8,7 @@ from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 
 from acsinfra.core.admin import MadeFilter, PlatformAdmin, ReadOnly, SearchedByIdAndUser
-from acsinfra.core.admin_columns import id_column, number_column
+from acsinfra.core.admin_columns import id_column, number_column, number_columns
 from budgets import people_admin, spend_admin  # noqa: F401 (each registers its own)
 from budgets.models import Budget, Hold, KeyUse, LedgerEntry, WorkKind
 
@@ -17,7 +17,8 @@ class KeyUseInline(ReadOnly, admin.TabularInline[KeyUse, Budget]):
     """What each key used of a Budget."""
 
     model = KeyUse
-    fields = ("api_key", "prefix", "cap", "used", "held")
+    readonly_fields = number_columns("cap", "used", "held")
+    fields = ("api_key", "prefix", *readonly_fields)
     extra = 0
 
 
@@ -31,6 +32,8 @@ class BudgetAdmin(ReadOnly, PlatformAdmin[Budget]):
     search_fields = ("user__username", "user__email")
     search_help_text = "A User's name or address."
     ordering = ("-id",)
+    readonly_fields = number_columns("token_limit", "ceiling", "used", "held")
+    fields = ("user", "month", *readonly_fields)
     inlines = (KeyUseInline,)
 
 
@@ -67,6 +70,23 @@ class HoldAdmin(ReadOnly, _SearchedByWork[Hold]):
     list_select_related = ("budget__user", "key_use")
     list_filter = (MadeFilter, "state")
     ordering = ("-id",)
+    readonly_fields = ("user", "key", *number_columns("tokens", "charged"))
+    fields = (
+        "id",
+        "user",
+        "key",
+        "budget",
+        readonly_fields[2],
+        "state",
+        readonly_fields[3],
+        "work_kind",
+        "work_id",
+        "model",
+        "holder",
+        "taken_at",
+        "expires_at",
+        "ended_at",
+    )
 
     @admin.display(description="user")
     def user(self, hold: Hold) -> str:
@@ -87,6 +107,8 @@ class LedgerEntryAdmin(ReadOnly, _SearchedByWork[LedgerEntry]):
     list_select_related = ("budget__user",)
     list_filter = (MadeFilter,)
     ordering = ("-hold_id",)
+    readonly_fields = ("user", "key", *number_columns("tokens"))
+    fields = ("user", "key", "hold", "budget", readonly_fields[2], "work_kind", "work_id", "model", "charged_at")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[LedgerEntry]:
         """With the Holds of a page in a query of their own: joined, they are all read down to the page's."""

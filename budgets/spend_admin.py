@@ -8,6 +8,7 @@ from django.http.response import HttpResponseBase
 from django.urls import reverse
 
 from acsinfra.core.admin import PlatformAdmin, ReadOnly
+from acsinfra.core.admin_columns import id_column
 from budgets.models import GpuTime, SpendLimit
 from budgets.spend import forget_spending, read_spending
 
@@ -56,7 +57,7 @@ class SpendLimitAdmin(PlatformAdmin[SpendLimit]):
 class GpuTimeAdmin(ReadOnly, PlatformAdmin[GpuTime]):
     """How long each engine was up on each day; engines write these rows themselves."""
 
-    list_display = ("day", "model", "kind", "engine_id", "gpus", "usd_per_gpu_hour", "since", "until", "usd")
+    list_display = ("day", "model", "kind", id_column("engine_id"), "gpus", "usd_per_gpu_hour", "since", "until", "usd")
     list_filter = ("model", "kind")
     ordering = ("-day", "model")
 

@@ -5,10 +5,12 @@ from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
 
 from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
-from acsinfra.core.admin_columns import id_column, number_column
+from acsinfra.core.admin_columns import id_column, number_column, number_columns
 from harvest.models import HarvestJob
 from harvest.services import cancel_harvest, delete_files
 from harvest.services import run_again as run_harvest_again
+
+_NUMBERS = number_columns("n_prompts", "reserved_tokens", "tokens", "bytes_at_most", "bytes_written")
 
 
 @admin.register(HarvestJob)
@@ -30,6 +32,7 @@ class HarvestJobAdmin(SearchedByIdAndUser[HarvestJob]):
     list_select_related = ("user",)
     ordering = ("-id",)
     actions = ("cancel", "run_again", "delete_their_files")
+    readonly_fields = _NUMBERS
     fields = (
         "id",
         "run_id",
@@ -42,11 +45,7 @@ class HarvestJobAdmin(SearchedByIdAndUser[HarvestJob]):
         "shard_size",
         "add_special_tokens",
         "contents",
-        "n_prompts",
-        "reserved_tokens",
-        "tokens",
-        "bytes_at_most",
-        "bytes_written",
+        *_NUMBERS,
         "claims",
         "tries",
         "setbacks",

@@ -73,7 +73,6 @@ class BaseModelAdmin(PlatformAdmin[BaseModel]):
         "is_enabled",
         "has_harvest",
         "usd_per_gpu_hour",
-        "activation_dtype",
         "n_layers",
         "context",
     )

@@ -4,10 +4,13 @@ from django.contrib import admin
 from django.http import HttpRequest
 
 from acsinfra.core.admin import MadeFilter, SearchedByIdAndUser, operator_action
-from acsinfra.core.admin_columns import id_column, number_column
-from jobs.models import CompletionJob
+from acsinfra.core.admin_columns import id_column, number_column, number_columns
+from jobs.models import CompletionJob, JobResult
+from jobs.result_views import read_result
 from jobs.services import cancel_job, erase_result
 from jobs.submitting import run_again as run_job_again
+
+_NUMBERS = number_columns("hold_tokens", "counted_tokens", "charged_tokens")
 
 
 @admin.register(CompletionJob)
@@ -28,6 +31,7 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
     list_select_related = ("user",)
     ordering = ("-id",)
     actions = ("cancel", "run_again", "erase")
+    readonly_fields = ("failure", *_NUMBERS)
     fields = (
         "id",
         "request_id",
@@ -35,10 +39,9 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
         "api_key",
         "model",
         "status",
-        "hold_tokens",
+        "failure",
         "hold_id",
-        "counted_tokens",
-        "charged_tokens",
+        *_NUMBERS,
         "claims",
         "tries",
         "created_at",
@@ -49,6 +52,15 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
         "is_erased",
         "lease_expires_at",
     )
+
+    @admin.display(description="failure")
+    def failure(self, job: CompletionJob) -> str:
+        """The code and the message of a Job that failed."""
+        row = JobResult.objects.filter(job=job).first() if job.status == CompletionJob.Status.FAILED else None
+        if row is None:
+            return "-"
+        result = read_result(row)
+        return f"{row.status} {result.error_code}: {result.error_message}" if result.error_code else "-"
 
     @operator_action("Cancel", question="Cancel these Jobs? What one that runs has generated until now is charged.")
     def cancel(self, request: HttpRequest, job: CompletionJob) -> str | None:

@@ -33,6 +33,7 @@ COUNTED_AT_MOST: Final = 1_000
 ROWS_AT_ONCE: Final = 200
 USERS_FOUND_AT_MOST: Final = 100
 EMPTY: Final = "empty"
+_WORDS: Final = {"api": "API", "bos": "BOS", "gpu": "GPU", "gpus": "GPUs", "kv": "KV", "usd": "USD", "n": "number of"}
 _SECRET_FIELDS: Final = frozenset({"password", "password1", "password2", "usable_password"})
 
 
@@ -83,6 +84,12 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
     sortable_by: ClassVar[tuple[str, ...]] = ()
     actions_selection_counter = True
 
+    def get_form(self, request: HttpRequest, obj: M | None = None, change: bool = False, **kwargs: Any) -> Any:
+        """Django's, with words where it would make a label of a field's name: "GPU", not "Gpu"."""
+        named = {field.name: words_of(str(field.verbose_name)) for field in self.opts.fields}
+        labels = {name: words for name, words in named.items() if words != capfirst(name.replace("_", " "))}
+        return super().get_form(request, obj, change=change, labels=labels, **kwargs)
+
     def formfield_for_foreignkey(self, db_field: ForeignKey[Any], request: HttpRequest, **kwargs: Any) -> Any:
         """Django's, with our widget where rows are searched for."""
         if db_field.name in self.get_autocomplete_fields(request):
@@ -120,6 +127,11 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
         if add or not form.changed_data or any(formset.has_changed() for formset in formsets or ()):
             return super().construct_change_message(request, form, formsets, add)  # type: ignore[arg-type]
         return "; ".join(_change(form, name) for name in form.changed_data) + "."
+
+
+def words_of(name: str) -> str:
+    """A label for the name of a field, which begins large and has acronyms as they are written."""
+    return capfirst(" ".join(_WORDS.get(word, word) for word in name.split()))
 
 
 def _change(form: ModelForm[Any], name: str) -> str:

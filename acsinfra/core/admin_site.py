@@ -1,6 +1,6 @@
-"""The admin's site: Django's, with our words for the lists that others bring."""
+"""The admin's site: Django's, behind the App's own sign-in."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.contrib.auth.views import redirect_to_login
@@ -13,10 +13,7 @@ from django.views.decorators.cache import never_cache
 
 
 class OperatorSite(AdminSite):
-    """What operators see first."""
-
-    _APPS: ClassVar[dict[str, str]] = {"admin": "Audit", "axes": "Sign-ins"}
-    _LISTS: ClassVar[dict[str, str]] = {"LogEntry": "Audit log", "AccessAttempt": "Failed sign-ins"}
+    """For operators alone."""
 
     @method_decorator(never_cache)
     def login(  # type: ignore[override]
@@ -29,12 +26,3 @@ class OperatorSite(AdminSite):
         if request.user.is_authenticated:
             raise PermissionDenied
         return redirect_to_login(request.GET.get("next", index))
-
-    def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
-        """The apps and their lists."""
-        apps: list[Any] = super().get_app_list(request, app_label)
-        for app in apps:
-            app["name"] = self._APPS.get(app["app_label"], app["name"])
-            for model in app["models"]:
-                model["name"] = self._LISTS.get(model["object_name"], model["name"])
-        return apps

@@ -229,6 +229,16 @@ def test_guessing_is_locked_out_by_name_and_by_address(client: Client, settings:
     assert sign_in(elsewhere, user.username).status_code == 429
     assert sign_in(elsewhere, other.username).status_code == 302
 
+    # An operator lets them in again.
+    operator = Client()
+    operator.force_login(make_user(is_staff=True, is_superuser=True))
+    listed = operator.get("/admin/axes/accessattempt/")
+    assert "Select failed sign-in to view" in listed.content.decode()
+    attempts = [row.pk for row in listed.context["cl"].result_list]
+    assert operator.get(f"/admin/axes/accessattempt/{attempts[0]}/change/").status_code == 200
+    operator.post("/admin/axes/accessattempt/", {"action": "forgive", "_selected_action": attempts})
+    assert sign_in(client, user.username).status_code == 302
+
 
 # Sessions
 

@@ -12,14 +12,16 @@ from django.test.utils import CaptureQueriesContext
 
 from accounts.invitations import ask_for_account
 from accounts.models import ApiKey, User
+from acsinfra.core.errors import ApiError, ErrorCode
 from budgets.models import LedgerEntry
 from harvest.models import HarvestCorpus, HarvestJob
 from harvest.services import cancel_harvest, submit_harvest
 from inference.models import BaseModel
+from jobs import running
 from jobs.models import CompletionJob, JobRequest
 from tests.benchmarks.job_rows import fill
 from tests.harvest.conftest import plan_for
-from tests.jobs.conftest import assert_money, claim, claimed, submit
+from tests.jobs.conftest import OWNER, assert_money, claim, claimed, submit
 
 pytestmark = pytest.mark.django_db
 
@@ -116,6 +118,21 @@ def test_a_job_is_cancelled_after_a_question_and_the_audit_log_says_who(
     assert (entry.user.username, entry.object_id, entry.change_message) == ("operator", str(job.pk), "Cancelled.")
     operator.post(url, {**chosen, "confirmed": "yes"})
     assert LogEntry.objects.count() == 1
+
+
+def test_a_failed_job_s_page_says_why_and_its_numbers_are_read_at_a_glance(
+    operator: Client, user: User, model: BaseModel
+) -> None:
+    job = submit(user, None, model)
+    claimed(model)
+    error = ApiError(ErrorCode.ENGINE_TIMEOUT, "It took too long.")
+    running.fail_running_job(job_id=job.pk, owner=OWNER, tokens=7, error=error)
+    CompletionJob.objects.update(hold_tokens=1_234_567)
+    page = operator.get(f"/admin/jobs/completionjob/{job.pk}/change/").content.decode()
+    assert "504 engine_timeout: It took too long." in page
+    assert "1,234,567" in page
+    assert "API key:" in page
+    assert "USD per day" in operator.get("/admin/budgets/spendlimit/add/").content.decode()
 
 
 def test_an_ended_job_is_run_again_and_what_it_holds_erased(
