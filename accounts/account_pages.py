@@ -18,7 +18,7 @@ from django.views.decorators.debug import sensitive_post_parameters
 from django.views.decorators.http import require_http_methods, require_safe
 
 from accounts import invitations
-from accounts.forms import AccountForm, ResetForm
+from accounts.forms import AccountForm, ResetForm, SignInForm
 from accounts.pages import posted_from, signed_in
 from accounts.sign_ins import end_sign_ins, note_sign_in, sign_ins_of
 from accounts.throttle import may_go_on
@@ -35,6 +35,7 @@ class SignInPage(auth_views.LoginView):
     """Name and password."""
 
     template_name = "accounts/sign_in.html"
+    authentication_form = SignInForm
     redirect_authenticated_user = True
 
     def get_context_data(self, **kwargs: Any) -> dict[str, Any]:
