@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 from django import forms
 from django.contrib.auth.forms import AuthenticationForm, PasswordResetForm
@@ -15,7 +15,7 @@ from accounts.services import INT64_MAX
 class SignInForm(AuthenticationForm):
     """Name and password, with what is said of them in the words of the page."""
 
-    error_messages: ClassVar[dict[str, Any]] = {
+    error_messages: dict[str, Any] = {
         **AuthenticationForm.error_messages,
         "invalid_login": "This name and password do not go together. Capitals count in both.",
     }

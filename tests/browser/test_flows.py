@@ -68,6 +68,10 @@ def test_a_key_is_made_copied_used_paused_and_revoked(page: Page, person: Person
     page.goto("/app/usage")
     expect(page.get_by_role("row", name=re.compile("from the browser"))).to_contain_text("100.0 %")
     assert_accessible(page)
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download CSV").click()
+    assert re.fullmatch(r"usage-\d{4}-\d\d\.csv", download.value.suggested_filename)
+    assert "from the browser" in download.value.path().read_text()
 
 
 def test_a_job_is_watched_to_its_end(page: Page, person: Person, inference_stack: Stack) -> None:
@@ -151,7 +155,10 @@ def test_a_harvest_is_watched_and_its_files_are_read(page: Page, person: Person,
     assert_accessible(page)
     link = page.get_by_role("link", name="shard_00000.safetensors").get_attribute("href")
     assert link is not None
-    assert httpx.get(link).status_code == 200
+    with page.expect_download() as download:
+        page.get_by_role("link", name="shard_00000.safetensors").click()
+    assert download.value.suggested_filename == "shard_00000.safetensors"
+    assert download.value.path().read_bytes() == httpx.get(link).raise_for_status().content
     snippet = page.get_by_role("region", name="Reading the files in Python").inner_text()
     ran = subprocess.run(
         [sys.executable, "-c", snippet],
