@@ -27,7 +27,7 @@ class OperatorAdminConfig(admin_apps.AdminConfig):
     default_site = "acsinfra.core.admin_site.OperatorSite"
     verbose_name = "Audit"
     _LISTS: ClassVar[dict[str, tuple[str, str]]] = {
-        "admin.LogEntry": ("entry of the audit log", "audit log"),
+        "admin.LogEntry": ("entry of the audit log", "entries of the audit log"),
         "axes.AccessAttempt": ("failed sign-in", "failed sign-ins"),
     }
 

@@ -68,7 +68,8 @@ class HarvestJobAdmin(SearchedByIdAndUser[HarvestJob]):
         return job.status == HarvestJob.Status.DONE and job.files_deleted_at is None
 
     @operator_action(
-        "Cancel", question="Cancel these Harvest jobs? One whose run has started is charged its reserved tokens."
+        "Cancel the Harvest jobs",
+        question="Cancel these Harvest jobs? One whose run has started is charged its reserved tokens.",
     )
     def cancel(self, request: HttpRequest, job: HarvestJob) -> str | None:
         """Cancel a job that has not ended."""

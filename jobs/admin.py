@@ -62,7 +62,9 @@ class CompletionJobAdmin(SearchedByIdAndUser[CompletionJob]):
         result = read_result(row)
         return f"{row.status} {result.error_code}: {result.error_message}" if result.error_code else "-"
 
-    @operator_action("Cancel", question="Cancel these Jobs? What one that runs has generated until now is charged.")
+    @operator_action(
+        "Cancel the Jobs", question="Cancel these Jobs? What one that runs has generated until now is charged."
+    )
     def cancel(self, request: HttpRequest, job: CompletionJob) -> str | None:
         """Cancel a Job that has not ended; its worker stops within a second."""
         if job.is_ended:
