@@ -1,4 +1,4 @@
-"""What tests of Base models and of the validation of Completions share."""
+"""What tests of Base models, of the validation of Completions and of the bus share."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from inference.completions import prepare_completion
 from inference.selectors import Catalogue, CatalogueModel
 from inference.services import add_model, remove_model
 from inference.wire import CompletionWork
+from tests.inference.broker import Broker
 
 
 class Preparer:
@@ -62,3 +63,12 @@ def prepare(tiny_model: Path, django_db_setup: None, django_db_blocker: Any) -> 
             remove_model(model=model)
             selectors._catalogue = selectors._CachedCatalogue()
             runner.run(close_async_pool())
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """Return a Valkey of the module's own, which its tests may kill."""
+    broker = Broker(tmp_path_factory.mktemp("valkey"))
+    broker.start()
+    yield broker
+    broker.kill()

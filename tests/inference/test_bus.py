@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,6 @@ from inference.worker.outbox import ClientStalled, Outboxes, Window
 from tests.inference.broker import Broker
 
 MODEL = "tiny"
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
 
 
 async def always(model: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -21,14 +21,6 @@ from tests.inference.broker import Broker
 from tests.inference.test_bus import MODEL, always, outboxes, until, work
 
 QUEUE = keys.queue(MODEL)
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
 
 
 @pytest.fixture

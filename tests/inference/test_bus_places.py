@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,14 +16,6 @@ from tests.inference.broker import Broker
 
 async def always(model: str) -> bool:
     return True
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
 
 
 @pytest.fixture

@@ -21,14 +21,6 @@ from tests.inference.test_bus import MODEL, always, outboxes, until, work
 USER = "key-1"
 
 
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
-
-
 @pytest.fixture
 async def bus(broker: Broker) -> AsyncIterator[Bus]:
     bus = Bus(url=broker.url, is_served=always)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import NoReturn
 
 import msgspec
@@ -21,14 +21,6 @@ from inference.worker.control import ControlReader
 from inference.worker.engine_life import EngineLife
 from tests.inference.broker import Broker
 from tests.inference.test_bus import until
-
-
-@pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
 
 
 class Exchange:

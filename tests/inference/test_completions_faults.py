@@ -34,14 +34,6 @@ SOME = LONG | {"prompt": ["The capital"] * 16, "max_tokens": 200}
 
 
 @pytest.fixture(scope="module")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("valkey"))
-    broker.start()
-    yield broker
-    broker.kill()
-
-
-@pytest.fixture(scope="module")
 def fragile(broker: Broker, tiny_model: Path) -> Iterator[Stack]:
     """Return a stack with its own broker and quick heartbeats; the API runs."""
     stack = Stack(
