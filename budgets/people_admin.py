@@ -1,21 +1,25 @@
 """Users and keys in the admin, with their money: the Budget of a User on the User's page, a key's cap at once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from django import forms
 from django.conf import settings
-from django.contrib import admin
+from django.contrib import admin, messages
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.forms import UserChangeForm
-from django.http import HttpRequest
+from django.db import IntegrityError
+from django.db.models import CASCADE, QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 
 from accounts.admin import ApiKeyAdmin, UserAdmin
 from accounts.models import ApiKey, User
-from acsinfra.core.admin import ReadOnly
+from acsinfra.core.admin import ReadOnly, words_of
 from budgets.limits import apply_key_cap, set_monthly_tokens
-from budgets.models import MonthlyLimit
+from budgets.models import Hold, LedgerEntry, MonthlyLimit
 from budgets.selectors import budget_summary
 
 INT64_MAX = 2**63 - 1
@@ -100,6 +104,48 @@ class BudgetedUserAdmin(UserAdmin):
         super().save_model(request, obj, form, change)
         if change and "monthly_tokens" in form.changed_data:
             set_monthly_tokens(user=obj, monthly_tokens=form.cleaned_data["monthly_tokens"])
+
+    def get_deleted_objects(
+        self, objs: Sequence[User] | QuerySet[User], request: HttpRequest
+    ) -> tuple[list[Any], dict[str, int], set[str], list[str]]:
+        """What goes with a User, counted: Django would list every row, and a User may have a hundred thousand Jobs.
+
+        All of it goes, files in storage too, whatever the admins of those rows allow: they are the User's. In the way
+        stands work that runs, and what the User did as an operator.
+        """
+        (user,) = objs
+        live = Hold.objects.filter(budget__user=user, ended_at=None).count()
+        in_the_way = []
+        if live:
+            in_the_way.append(
+                f"{live:,} live Holds: suspend the User, cancel their work, and come back once it has ended"
+            )
+        if user == request.user or LogEntry.objects.filter(user=user).exists():
+            in_the_way.append("what they did as an operator stands in the audit log: suspend them instead")
+        return [f"{user}, with all that is counted above and its files"], _belongings(user), set(), in_the_way
+
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Django's, which deletes nothing where work of the User began meanwhile."""
+        try:
+            return super().delete_view(request, object_id, extra_context)
+        except IntegrityError:
+            messages.error(request, "Nothing was deleted: the User's work went on meanwhile. Suspend the User first.")
+            return HttpResponseRedirect(reverse("admin:accounts_user_change", args=[object_id]))
+
+
+def _belongings(user: User) -> dict[str, int]:
+    """How many rows of each kind go with the User; what goes with those (a Job's result, say) is not counted."""
+    counted = {"Users": 1}
+    for relation in User._meta.related_objects:
+        if relation.on_delete is CASCADE:
+            rows: Any = relation.related_model
+            found = rows._default_manager.filter(**{relation.field.name: user}).count()
+            counted[words_of(str(rows._meta.verbose_name_plural))] = found
+    counted["Holds"] = Hold.objects.filter(budget__user=user).count()
+    counted["Ledger entries"] = LedgerEntry.objects.filter(budget__user=user).count()
+    return {kind: n for kind, n in counted.items() if n}
 
 
 class CappedApiKeyAdmin(ApiKeyAdmin):

@@ -186,7 +186,7 @@ def operator_action(
             rows = list(queryset[:ROWS_AT_ONCE])
             if question and "confirmed" not in request.POST:
                 return _ask(self, request, rows, description=description, question=question)
-            _act_on_each(self, request, rows, functools.partial(act, self, request))
+            _act_on_each(self, request, rows, functools.partial(act, self, request), description=description)
             return None
 
         places = [admin.ActionLocation.CHANGE_LIST]
@@ -216,7 +216,12 @@ def _ask(
 
 
 def _act_on_each(
-    model_admin: PlatformAdmin[Any], request: HttpRequest, rows: Iterable[Any], act: Callable[[Any], str | None]
+    model_admin: PlatformAdmin[Any],
+    request: HttpRequest,
+    rows: Iterable[Any],
+    act: Callable[[Any], str | None],
+    *,
+    description: str,
 ) -> None:
     done = idle = 0
     for row in rows:
@@ -232,9 +237,9 @@ def _act_on_each(
         done += said is not None
         idle += said is None
     if done:
-        messages.success(request, f"Done: {done}.")
+        messages.success(request, f"{description}: done for {done}.")
     if idle:
-        messages.info(request, f"Nothing to do: {idle}.")
+        messages.info(request, f"{description}: nothing to do for {idle}.")
 
 
 # Searches and filters that go by indexes

@@ -121,7 +121,7 @@ def test_operators_read_and_cancel_jobs_in_the_admin(
     assert 'name="_save"' not in page.text
     chosen = {"action": "cancel", "_selected_action": [str(running_job.pk), str(waiting.pk)], "confirmed": "yes"}
     answer = admin_client.post("/admin/jobs/completionjob/", chosen, follow=True)
-    assert "Done: 2." in answer.text
+    assert "done for 2." in answer.text
     assert set(CompletionJob.objects.values_list("status", flat=True)) == {"cancelled"}
     assert_money(user, used=0)
     assert "delete_selected" not in listed.text
