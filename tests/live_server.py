@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import uvicorn
@@ -14,6 +15,7 @@ import uvicorn
 from accounts.models import ApiKey, User
 from accounts.services import create_key, create_user
 from acsinfra.asgi import application
+from acsinfra.core import traffic
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,14 @@ def read_answer(connection: socket.socket) -> RawAnswer:
         return RawAnswer(status, headers, stream.read(int(headers.get("content-length", "0"))))
 
 
+# Longer than any test: a server of this process adds no counts of requests beside tests that count rows or statements.
+NEVER = 86_400.0
+
+
 @contextmanager
 def serve() -> Iterator[LiveServer]:
-    """Serve `acsinfra.asgi` until the block ends."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    """Serve `acsinfra.asgi` until the block ends; its counts go into the database when asked for, and then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, patch.object(traffic, "FLUSH_SECONDS", NEVER):
         config = uvicorn.Config(application, loop="uvloop", http="httptools", access_log=False, log_config=None)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")

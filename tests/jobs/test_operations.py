@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
 from django.test import Client
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -138,18 +137,11 @@ async def _flush() -> None:
     await close_async_pool()
 
 
-@pytest.fixture
-def counted_alone(db: None) -> None:
-    """No row of the requests' counts but the test's own: a server that another test left running counts on after it."""
-    with connection.cursor() as cursor:
-        cursor.execute("LOCK TABLE acsinfra_requestcount IN SHARE ROW EXCLUSIVE MODE")
-    RequestCount.objects.all().delete()
-
-
-@pytest.mark.usefixtures("counted_alone")
+@pytest.mark.django_db
 def test_the_dashboard_shows_now_and_a_window(user: User, model: BaseModel, django_assert_max_num_queries: Any) -> None:
     client = Client(headers={"host": "testserver"})
     client.force_login(User.objects.create_superuser("operator", "operator@example.org"))
+    RequestCount.objects.all().delete()
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     kind: dict[str, Any] = {"route": "/v1/completions", "method": "POST", "bucket": 3, "seconds": 1.0}
     for status, code, n in ((200, "", 40), (429, "budget_exceeded", 2), (502, "engine_error", 1)):
