@@ -1,5 +1,6 @@
 """The corpus of a job as token ids: what the engine will read, known before it reads."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,6 +101,10 @@ def _cut(index: int, ids: list[int], tokens_at_most: int, *, is_whole: bool) -> 
     )
 
 
+@functools.lru_cache(maxsize=1)
 def load_tokenizer(tokenizer_zstd: bytes) -> Tokenizer:
-    """The tokenizer of a row of CheckpointFiles."""
+    """The tokenizer of a row of CheckpointFiles; kept from job to job, because making one takes as long as a short job.
+
+    `tokenise` leaves nothing behind in it. One thread at a time.
+    """
     return Tokenizer.from_buffer(zstandard.decompress(tokenizer_zstd))

@@ -78,3 +78,15 @@ def test_a_tokenizer_that_cuts_and_pads_by_itself_is_told_not_to(tiny_model: Pat
     tokenizer = load_tokenizer(zstandard.compress(saved.to_str().encode()))
     (made,) = tokenise([TEXTS[1]], tokenizer=tokenizer, add_special_tokens=True, tokens_at_most=511)
     assert made.token_ids.tolist() == Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXTS[1]).ids
+
+
+def test_a_tokenizer_is_made_once_and_keeps_nothing_of_a_job(tiny_model: Path) -> None:
+    saved = zstandard.compress((tiny_model / "tokenizer.json").read_bytes())
+    tokenizer = load_tokenizer(saved)
+    (cut,) = tokenise([TEXTS[1]], tokenizer=tokenizer, add_special_tokens=False, tokens_at_most=2)
+    assert len(cut.token_ids) == 2
+    again = load_tokenizer(bytes(bytearray(saved)))
+    assert again is tokenizer
+    (whole,) = tokenise([TEXTS[1]], tokenizer=again, add_special_tokens=True, tokens_at_most=511)
+    assert whole.token_ids.tolist() == tokenizer.encode(TEXTS[1]).ids
+    assert not whole.is_cut
