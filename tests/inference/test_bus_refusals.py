@@ -40,7 +40,7 @@ def refusing(broker: Broker) -> Iterator[None]:
 
 async def claim(bus: Bus, request_id: str) -> Place:
     place = await bus.places.claim(key=USER, request_id=request_id, at_once=1, queued=1)
-    await asyncio.wait_for(place.granted, 5)
+    await asyncio.wait_for(place.granted, 30)
     return place
 
 
@@ -53,7 +53,7 @@ async def test_answers_arrive_after_the_broker_refused_to_trim_what_was_read(bro
     with refusing(broker):
         await until(lambda: not bus._reader.connection.is_connected)
     boxes.put(bus.process, Chunk("req_refused", b"2"))
-    assert await asyncio.wait_for(inbox.next(), 5) == Chunk("req_refused", b"2")
+    assert await asyncio.wait_for(inbox.next(), 30) == Chunk("req_refused", b"2")
     await courier.close()
 
 
@@ -77,7 +77,7 @@ async def test_an_entry_that_cannot_be_read_is_passed_over(broker: Broker, bus: 
     inbox = await bus.send(work("req_after"))
     await courier.ask("XADD", keys.replies(bus.process), "*", "batch", b"\xc1")
     outboxes(courier).put(bus.process, Chunk("req_after", b"1"))
-    assert await asyncio.wait_for(inbox.next(), 5) == Chunk("req_after", b"1")
+    assert await asyncio.wait_for(inbox.next(), 30) == Chunk("req_after", b"1")
     await courier.close()
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import redis
 from django.conf import settings
@@ -38,7 +39,7 @@ def numbers():
 
 def receive(count):
     while len(got) < count:
-        connection.drain_events(timeout=5)
+        connection.drain_events(timeout=60)
 
 got = []
 with Connection(settings.BROKER_URL, transport_options=settings.CELERY["broker_transport_options"]) as connection:
@@ -84,7 +85,10 @@ reserve_in_memory()
 @app.task(name="a.task")
 def a_task(number):
     os.write(1, b"begun %d\\n" % number)
-    time.sleep(1)
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    # The worker is told to stop by then, and does.
+    time.sleep(2)
     os.write(1, b"ended %d\\n" % number)
 
 app.Worker(hostname=f"{sys.argv[1]}@here", pool="threads", concurrency=2, queues=[sys.argv[1]], without_mingle=True,
@@ -95,29 +99,31 @@ app.Worker(hostname=f"{sys.argv[1]}@here", pool="threads", concurrency=2, queues
 def test_reserved_messages_are_in_memory_and_go_back_in_order() -> None:
     queue = f"reserved-{secrets.token_hex(4)}"
     command = [sys.executable, "-c", CONSUME, queue]
-    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=240)
     assert result.stdout == "kept\n", result.stderr
 
 
-def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_order() -> None:
+def test_a_celery_worker_that_stops_ends_what_runs_and_puts_back_the_rest_in_order(tmp_path: Path) -> None:
     queue = f"stopped-{secrets.token_hex(4)}"
     with redis.Redis.from_url(settings.BROKER_URL) as broker:
         messages = [celery_message(task="a.task", queue=queue, kwargs={"number": number}) for number in range(6)]
         broker.lpush(queue, *messages)
-        command = [sys.executable, "-c", WORKER, queue]
+        may_end = tmp_path / "may-end"
+        command = [sys.executable, "-c", WORKER, queue, str(may_end)]
         worker = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert worker.stdout is not None
         # Whatever goes wrong, the lines below end.
-        ends = threading.Timer(60, worker.kill)
+        ends = threading.Timer(240, worker.kill)
         ends.start()
         begun = {worker.stdout.readline(), worker.stdout.readline()}
         assert begun == {"begun 0\n", "begun 1\n"}
         # Two run; two more are reserved.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while broker.llen(queue) > 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         worker.send_signal(signal.SIGTERM)
-        output, errors = worker.communicate(timeout=30)
+        may_end.touch()
+        output, errors = worker.communicate(timeout=60)
         ends.cancel()
         assert worker.returncode == 0, errors
         tasks = [line for line in output.splitlines() if line.startswith(("begun", "ended"))]

@@ -88,7 +88,7 @@ def test_a_charge_is_never_more_than_the_hold(user: User, broker: redis.Redis) -
 
 def test_the_holds_of_the_living_and_of_other_work_are_left_alone(user: User, broker: redis.Redis) -> None:
     living = process()
-    broker.set(keys.alive(living), "1", px=10_000)
+    broker.set(keys.alive(living), "1", px=600_000)
     take(user, holder=living)
     take(user, holder=process(), kind=WorkKind.JOB)
     take(user, holder=process(), kind=WorkKind.HARVEST, expires_at=timezone.now() - timedelta(days=1))
@@ -102,7 +102,7 @@ def test_a_process_that_is_back_before_long_was_never_dead(user: User, broker: r
     take(user, holder=missing)
     short = timedelta(seconds=0.3)
     assert sweep_charges(missing_for=short) == NOTHING
-    broker.set(keys.alive(missing), "1", px=10_000)
+    broker.set(keys.alive(missing), "1", px=600_000)
     time.sleep(0.3)
     assert sweep_charges(missing_for=short) == NOTHING
     # And its next absence counts from its own beginning.
@@ -114,7 +114,7 @@ def test_a_process_that_is_back_before_long_was_never_dead(user: User, broker: r
 
 def test_a_hold_that_a_living_process_forgot_ends_when_it_expires(user: User, broker: redis.Redis) -> None:
     living = process()
-    broker.set(keys.alive(living), "1", px=10_000)
+    broker.set(keys.alive(living), "1", px=600_000)
     hold = take(user, holder=living, expires_at=timezone.now() - timedelta(seconds=1))
     broker.set(keys.count(hold.work_id), "5 1", ex=60)
     assert sweep_charges(missing_for=NOW)[0] == SweepCount(settled=1, tokens=6)
@@ -131,7 +131,7 @@ def test_a_key_of_a_dead_process_is_answered_if_its_work_was_charged_and_else_fr
         for name in ("charged", "settled", "uncounted", "unheld", "living")
     }
     dead, living = process(), process()
-    broker.set(keys.alive(living), "1", px=10_000)
+    broker.set(keys.alive(living), "1", px=600_000)
     holds = {name: take(user, holder=dead) for name in ("charged", "settled", "uncounted")}
     broker.set(keys.count(holds["charged"].work_id), "3 4", ex=60)
     # The process died between the end of the Hold and the keeping of the answer.
@@ -224,6 +224,6 @@ async def test_a_hold_ends_once_the_database_is_back(
     await asyncio.sleep(0.3)
     assert not ending.done()
     proxy.mend()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await ending
     assert await db.database_step(money, pays.user) == (charged, 0, charged)
