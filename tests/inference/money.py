@@ -40,7 +40,7 @@ class Money:
     imbalances: list[str]
 
 
-def money_of(stack: Stack, user: StackUser, *, is_final: bool = True, seconds: float = 10.0) -> Money:
+def money_of(stack: Stack, user: StackUser, *, is_final: bool = True, seconds: float = 30.0) -> Money:
     """Return the User's Holds, once none is live where `is_final`; everything in the database must add up."""
     deadline = time.monotonic() + seconds
     while True:

@@ -48,6 +48,13 @@ def further_apis(stack: Stack, logs: Sequence[Path], **env: str) -> Iterator[lis
                 process.kill()
 
 
+async def warm_up(stack: Stack, url: httpx.URL) -> None:
+    """Let an API process open and read all that it needs: a request with a short time limit has its time for itself."""
+    async with stack.async_client(base_url=url) as client:
+        answer = await client.post("completions", json={"model": "tiny", "prompt": "The", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
 def _spawn(env: dict[str, str], port: int, log: Path) -> "subprocess.Popen[bytes]":
     options = ["--host", "127.0.0.1", "--port", str(port), "--loop", "uvloop", "--http", "httptools"]
     command = [sys.executable, "-m", "uvicorn", "acsinfra.asgi:application", *options, "--no-access-log"]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 import urllib.parse
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests import conftest
 from tests.inference.money import Money, money_of, set_limits
-from tests.inference.second_api import further_apis, second_api
+from tests.inference.second_api import further_apis, second_api, warm_up
 from tests.inference.test_completions_way import LONG, SHORT, engine_process, until_working
 from tests.stack import Stack, StackUser
 
@@ -39,7 +40,7 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 async def until_held(stack: Stack, user: StackUser, tokens: list[int]) -> None:
     """Wait until the User's live Holds are of so many tokens."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await asyncio.to_thread(lambda: money_of(stack, user, is_final=False).held) != tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -73,7 +74,7 @@ def test_a_stream_is_charged_its_usage_asked_for_or_not(inference_stack: Stack, 
         told = client.post("completions", json=FOUR | {"stream": True, "stream_options": {"include_usage": True}})
         untold = client.post("completions", json=FOUR | {"stream": True})
     assert chunks_of(told)[-1]["usage"]["total_tokens"] == 7
-    assert len(chunks_of(untold)) > 1
+    assert not any("usage" in chunk for chunk in chunks_of(untold))
     assert money_of(inference_stack, user).charged == [7, 7]
 
 
@@ -101,7 +102,8 @@ async def test_a_client_that_leaves_is_charged_what_was_generated_until_then(
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-    money = money_of(inference_stack, user, seconds=3)
+    # Before the engine's own count would be given up.
+    money = money_of(inference_stack, user, seconds=8)
     assert (money.released, len(money.charged)) == ([], 1)
     assert 3 < money.charged[0] < LONG_HOLD
 
@@ -109,7 +111,8 @@ async def test_a_client_that_leaves_is_charged_what_was_generated_until_then(
 async def test_past_the_time_limit_what_was_generated_is_charged(
     inference_stack: Stack, user: StackUser, tmp_path: Path
 ) -> None:
-    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="1.5") as url:
+    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="2.5") as url:
+        await warm_up(inference_stack, url)
         async with inference_stack.async_client(user, base_url=url) as client:
             assert refusal_of(await client.post("completions", json=LONG)) == (504, "engine_timeout")
             streamed = await client.post("completions", json=LONG | {"stream": True})
@@ -123,7 +126,8 @@ async def test_past_the_time_limit_what_was_generated_is_charged(
 async def test_a_place_that_is_never_granted_costs_nothing(inference_stack: Stack, tmp_path: Path) -> None:
     user = inference_stack.new_user(requests_at_once=1, requests_queued=1)
     engine = engine_process(inference_stack)
-    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="1.0") as url:
+    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="2.0") as url:
+        await warm_up(inference_stack, url)
         async with (
             inference_stack.async_client(user) as client,
             inference_stack.async_client(user, base_url=url) as hasty,
@@ -217,12 +221,14 @@ def test_a_completion_is_three_statements(inference_stack: Stack, user: StackUse
     ):
         client.post("completions", json=SHORT)
         money_of(inference_stack, user)
-        before = len(statements())
+        before, began = len(statements()), time.monotonic()
         for _ in range(20):
             assert client.post("completions", json=SHORT).status_code == 200
         money_of(inference_stack, user)
+    seconds = time.monotonic() - began
     seen = Counter(" ".join(text.split()) for text in statements()[before:])
     of_each = sorted(text.partition(" ")[0] for text, times in seen.items() if times >= 20)
     assert of_each == ["SELECT", "WITH", "WITH"], seen
     assert max(seen.values()) == 20
-    assert seen.total() < 3 * 20 + 20, seen
+    # What is read once a second for all is read the more often the longer all take.
+    assert seen.total() < 3 * 20 + 20 + 3 * seconds, seen

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.inference.money import Money, money_of, set_limits
-from tests.inference.second_api import second_api
+from tests.inference.second_api import second_api, warm_up
 from tests.inference.test_completions_way import LONG, engine_process, until_working
 from tests.stack import Stack, StackUser
 
@@ -150,7 +150,7 @@ async def test_a_retry_that_waits_too_long_is_told_to_come_again(
         while not first.done():
             asked_at = time.monotonic()
             answers.append(await client.post("completions", json=longer, **keyed("k")))
-            assert time.monotonic() - asked_at < 15
+            assert time.monotonic() - asked_at < 40
         for answer in answers:
             if answer.status_code == 200:
                 assert answer.content == (await first).content
@@ -180,7 +180,8 @@ async def test_whoever_waits_for_one_that_is_refused_has_its_turn(inference_stac
     user = inference_stack.new_user(requests_at_once=1, requests_queued=0)
     engine = engine_process(inference_stack)
     async with inference_stack.async_client(user) as client:
-        running = asyncio.create_task(client.post("completions", json=SOME))
+        # It runs while each of the four has its turn.
+        running = asyncio.create_task(client.post("completions", json=SOME | {"max_tokens": 240}))
         await until_working(engine)
         refused = await asyncio.gather(*(client.post("completions", json=FOUR, **keyed("k")) for _ in range(4)))
         assert {refusal_of(answer) for answer in refused} == {(429, "queue_full")}
@@ -192,7 +193,8 @@ async def test_whoever_waits_for_one_that_is_refused_has_its_turn(inference_stac
 async def test_an_error_after_work_began_is_the_answer_of_every_retry(
     inference_stack: Stack, user: StackUser, tmp_path: Path
 ) -> None:
-    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="1.5") as url:
+    with second_api(inference_stack, tmp_path / "api.log", ENGINE_TIME_LIMIT="2.5") as url:
+        await warm_up(inference_stack, url)
         async with inference_stack.async_client(user, base_url=url) as client:
             first = await client.post("completions", json=LONG, **keyed("k"))
             assert refusal_of(first) == (504, "engine_timeout")

@@ -98,13 +98,14 @@ def test_a_streamed_capture_is_complete(roomy: EngineThread, reference: Referenc
             await asyncio.sleep(0.002)
         return items
 
-    one = make_request(make_prompt(20), capture=(1, 3), max_tokens=16)
+    # So many that they come one by one, or a few at a time, however busy the reader is.
+    one = make_request(make_prompt(20), capture=(1, 3), max_tokens=120)
     items = roomy.run(stream(one))
     assert len(items) > 3
     *deltas, captured = items
     assert isinstance(captured, CapturedActivations)
     ids = [token_id for delta in deltas for token_id in delta.token_ids]  # type: ignore[attr-defined]
-    assert len(ids) == 16
+    assert len(ids) == 120
     expected = reference.read((*one.prompt_token_ids, *ids[:-1]))
     assert_same_stream(captured.array.astype(np.float32), expected, layers=(1, 3))
 
