@@ -75,10 +75,25 @@ def test_the_embeddings_bound_the_tokenizer_too(prepare: Preparer) -> None:
 
 @pytest.mark.parametrize("text", ["a" * 10_000_000, " " * 10_000_000, "The sky is blue. " * 600_000, "é" * 5_000_000])
 def test_a_text_of_ten_megabytes_is_refused_at_once(prepare: Preparer, text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert _refusal(prepare, prompt=text) == ("context_length_exceeded", "prompt")
     assert _refusal(prepare, prompt=["a", text], max_tokens=1) == ("context_length_exceeded", "prompt.1")
-    assert time.monotonic() - began < 2
+    # This process's own time, of all its threads: what else the machine does is not in it.
+    assert time.process_time() - began < 2
+
+
+def prepare_beside_others(body: dict[str, Any], prepare: Preparer) -> CompletionWork | ApiError:
+    """Assert that a large body holds up the event loop for a small part of its time only, and return the outcome.
+
+    One of three measurements is enough: a busy machine may hold up any of them, but the code itself would all.
+    """
+    for _ in range(3):
+        began, used = time.monotonic(), time.process_time()
+        gap, outcome = prepare.runner.run(longest_gap(body, prepare))
+        assert time.process_time() - used < 5
+        if gap < max(0.2, (time.monotonic() - began) / 3):
+            return outcome
+    raise AssertionError(f"The event loop was held up for {gap} s.")
 
 
 async def longest_gap(body: dict[str, Any], prepare: Preparer) -> tuple[float, CompletionWork | ApiError]:
@@ -96,11 +111,9 @@ async def longest_gap(body: dict[str, Any], prepare: Preparer) -> tuple[float, C
 def test_a_long_text_does_not_hold_up_the_event_loop(prepare: Preparer) -> None:
     large = prepare.of(max_model_len=4_000_000)
     body = {"model": "tiny", "prompt": "The capital of France is Paris. " * 12_000, "max_tokens": 1}
-    began = time.monotonic()
-    gap, work = prepare.runner.run(longest_gap(body, large))
+    work = prepare_beside_others(body, large)
     assert isinstance(work, CompletionWork)
     assert len(work.prompts[0]) > 50_000
-    assert gap < max(0.2, (time.monotonic() - began) / 3)
 
 
 def _spanned(n_spans: int) -> dict[str, Any]:
@@ -110,12 +123,9 @@ def _spanned(n_spans: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fields", [{"prompt": [1] * 2_000_000}, _spanned(400_000)], ids=["token ids", "spans"])
 def test_a_body_of_megabytes_does_not_hold_up_the_event_loop(prepare: Preparer, fields: dict[str, Any]) -> None:
-    began = time.monotonic()
-    gap, refusal = prepare.runner.run(longest_gap({"model": "tiny", "max_tokens": 1, **fields}, prepare))
+    refusal = prepare_beside_others({"model": "tiny", "max_tokens": 1, **fields}, prepare)
     assert isinstance(refusal, ApiError)
     assert refusal.status == 400
-    assert gap < max(0.2, (time.monotonic() - began) / 3)
-    assert time.monotonic() - began < 5
 
 
 # The whole vocabulary

@@ -18,13 +18,13 @@ from tests.inference.test_completions_way import engine_process
 from tests.jobs.jobs import LONG, SHORT, money, read, result_of, submit, wait_for
 from tests.stack import Stack, StackUser
 
-SOME = LONG | {"prompt": ["The capital"] * 8, "max_tokens": 300}
+SOME = LONG | {"prompt": ["The capital"] * 8, "max_tokens": 400}
 SWITCH = """
 from inference.models import BaseModel
 from inference.services import set_enabled
 set_enabled(model=BaseModel.objects.get(name="tiny"), enabled=enabled)
 """
-TOKENS_OF_SOME = 8 * (3 + 300)
+TOKENS_OF_SOME = 8 * (3 + 400)
 
 
 @pytest.fixture(scope="module")
