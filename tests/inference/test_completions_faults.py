@@ -25,7 +25,9 @@ from tests.inference.second_api import second_api
 from tests.inference.test_completions_way import LONG, SHORT, STOPPED, busy_share, engine_process, until_working
 from tests.stack import Stack, StackUser
 
-SILENT_AFTER_SECONDS = 3.0
+# A worker gets two heartbeats to speak again where Redis lost what it knew: enough on a busy machine too.
+HEARTBEAT_SECONDS = 1.5
+SILENT_AFTER_SECONDS = 6.0
 IS_HELD = "from budgets.models import Hold; result = Hold.objects.filter(state='live').exists()"
 # The engine runs 64 sequences at once: four of these.
 PART = LONG | {"prompt": ["The capital"] * 15}
@@ -39,7 +41,7 @@ def fragile(broker: Broker, tiny_model: Path) -> Iterator[Stack]:
     stack = Stack(
         conftest.SUPERVISOR, postgres=conftest.POSTGRES, broker_url=broker.url, tiny_model=tiny_model, name="fragile"
     )
-    stack.env |= {"HEARTBEAT_SECONDS": "0.5", "ENGINE_SILENT_AFTER_SECONDS": str(SILENT_AFTER_SECONDS)}
+    stack.env |= {"HEARTBEAT_SECONDS": str(HEARTBEAT_SECONDS), "ENGINE_SILENT_AFTER_SECONDS": str(SILENT_AFTER_SECONDS)}
     stack.start("api")
     yield stack
     stack.close()
@@ -51,6 +53,19 @@ def user(fragile: Stack) -> Iterator[StackUser]:
     user = fragile.new_user()
     yield user
     money_of(fragile, user, seconds=20)
+
+
+def counted(broker: Broker) -> set[bytes]:
+    """The requests of which a worker has left a count."""
+    with broker.client() as connection:
+        return set(connection.keys(keys.count("*")))
+
+
+async def until_counted(broker: Broker, before: set[bytes], *, requests: int) -> None:
+    """Wait until so many more requests than `before` have a count, which a worker leaves every second."""
+    async with asyncio.timeout(60):
+        while len(counted(broker) - before) < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def code_of(response: httpx.Response) -> tuple[int, str]:
@@ -138,7 +153,7 @@ async def test_a_broker_that_lost_its_data_loses_no_money_and_no_request(
         try:
             waiting = [asyncio.create_task(client.post("completions", json=SHORT)) for _ in range(2)]
             with broker.client() as connection:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while connection.llen(keys.queue("tiny")) == 0:  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
             await asyncio.to_thread(broker.kill)
@@ -164,28 +179,30 @@ async def test_a_broker_that_stays_away_is_a_503_and_its_return_is_enough(fragil
         asked_at = time.monotonic()
         response = await client.post("completions", json=SHORT)
         assert code_of(response) == (503, "service_unavailable")
-        assert time.monotonic() - asked_at < 15
+        assert time.monotonic() - asked_at < 60
         await asyncio.to_thread(broker.start)
         await until_served(client)
 
 
-async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(fragile: Stack, user: StackUser) -> None:
+async def test_an_engine_that_dies_fails_what_it_had_and_comes_back(
+    fragile: Stack, broker: Broker, user: StackUser
+) -> None:
     other = fragile.new_user()
     async with fragile.async_client(other) as client:
         await until_served(client)
     async with fragile.async_client(user) as client:
         engine = engine_process(fragile)
-        started = asyncio.Event()
+        before, started = counted(broker), asyncio.Event()
         streaming = asyncio.create_task(read_stream(client, PART, started))
         whole = [asyncio.create_task(client.post("completions", json=PART)) for _ in range(2)]
         keyed: dict[str, Any] = {"headers": {"Idempotency-Key": "died"}}
         whole.append(asyncio.create_task(client.post("completions", json=PART, **keyed)))
         await started.wait()
-        await asyncio.sleep(0.5)
+        await until_counted(broker, before, requests=4)
         killed_at = time.monotonic()
         engine.kill()
         answers, lines = await asyncio.gather(asyncio.gather(*whole), streaming)
-        assert time.monotonic() - killed_at < 5
+        assert time.monotonic() - killed_at < 30
         assert {code_of(answer) for answer in answers} == {(502, "engine_error")}
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
         money = money_of(fragile, user)
@@ -226,16 +243,16 @@ async def test_the_requests_and_places_of_an_api_process_that_dies_end(fragile: 
         died_at = time.monotonic()
         answer = await client.post("completions", json=SHORT)
         assert answer.status_code == 200
-        assert time.monotonic() - died_at < 30
+        assert time.monotonic() - died_at < 120
         # The answer's own Hold ends off its client's way.
         while len(money_of(fragile, user, is_final=False).held) != 1:
-            assert time.monotonic() - died_at < 40
+            assert time.monotonic() - died_at < 120
         assert code_of(await client.post("completions", json=longer, **keyed)) == (409, "idempotency_in_progress")
         while fragile.log("inference").count(STOPPED) == stopped_before and busy_share(engine, 0.5) > 0.2:
-            assert time.monotonic() - died_at < 40
+            assert time.monotonic() - died_at < 120
         # The worker's last count is charged, once, and the key has an answer that says so.
         while (swept := sweep(fragile)) == [[0, 0, 0, 0]] * 2:
-            assert time.monotonic() - died_at < 40
+            assert time.monotonic() - died_at < 120
             await asyncio.sleep(0.2)
         assert swept == [[1, 0, 1, 0], [0, 0, 0, 0]]
         money = money_of(fragile, user)
@@ -248,27 +265,28 @@ async def test_the_requests_and_places_of_an_api_process_that_dies_end(fragile: 
         assert money_of(fragile, user) == money
 
 
-async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(fragile: Stack, user: StackUser) -> None:
+async def test_a_worker_that_dies_fails_what_it_had_and_a_new_one_serves(
+    fragile: Stack, broker: Broker, user: StackUser
+) -> None:
     async with fragile.async_client() as client:
         await until_served(client)
     async with fragile.async_client(user) as client:
         engine = engine_process(fragile)
         worker = psutil.Process(fragile.children["inference"].process.pid)
+        before = counted(broker)
         asking = [asyncio.create_task(client.post("completions", json=PART)) for _ in range(3)]
-        await until_working(engine)
-        # It leaves its counts every second.
-        await asyncio.sleep(1.5)
+        await until_counted(broker, before, requests=3)
         worker.kill()
         killed_at = time.monotonic()
         answers = await asyncio.gather(*asking)
-        assert time.monotonic() - killed_at < SILENT_AFTER_SECONDS + 5
+        assert time.monotonic() - killed_at < SILENT_AFTER_SECONDS + 30
         assert {answer.status_code for answer in answers} <= {502, 503}
         assert (502, "engine_error") in map(code_of, answers)
         money = money_of(fragile, user)
         assert (len(money.charged), money.released) == (3, [])
         assert all(3 < charged < PART_HOLD for charged in money.charged)
         # The worker alone was killed; what it started has to notice by itself.
-        await asyncio.to_thread(psutil.wait_procs, [engine], timeout=10)
+        await asyncio.to_thread(psutil.wait_procs, [engine], timeout=60)
         assert not engine.is_running()
         fragile.kill("inference")
         assert code_of(await client.post("completions", json=SHORT))[0] == 503
