@@ -20,7 +20,7 @@ from acsinfra.core.storage import storage_from_url
 from acsinfra.quickstart.embedded import EmbeddedPostgres, EmbeddedValkey
 from acsinfra.quickstart.supervisor import Supervisor
 from tests.failing_proxy import FailingProxy, failing_proxy
-from tests.harvest.engine_faults import make_plugin
+from tests.harvest.engine_faults import SLOW_SECONDS, make_plugin
 from tests.harvest.harvests import Harvest, assert_statistics
 from tests.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, s3_server
 from tests.stack import Stack
@@ -169,7 +169,7 @@ def undisturbed(fragile: Fragile) -> Harvest:
     # The timings are all of its time.
     timings = harvest.job["result"]["timings"]
     assert min(timings.values()) >= 0
-    assert abs(sum(timings.values()) - harvest.job["seconds"]) < 0.5
+    assert abs(sum(timings.values()) - harvest.job["seconds"]) < max(0.5, harvest.job["seconds"] / 10)
     return harvest
 
 
@@ -236,7 +236,7 @@ def test_an_engine_that_is_idle_is_freed_and_loaded_again(fragile: Fragile) -> N
     fragile.stack.wait_for(lambda: fragile.stack.log("runner").count(freed) > seen, part="runner", seconds=60)
     # The cache of keys and values alone has 1 GiB.
     fragile.stack.wait_for(
-        lambda: loaded_bytes - fragile.engine.memory_info().vms > 0.9 * 1024**3, part="runner", seconds=10
+        lambda: loaded_bytes - fragile.engine.memory_info().vms > 0.9 * 1024**3, part="runner", seconds=60
     )
     assert fragile.run(["Hello"])["status"] == "done"
 
@@ -245,10 +245,9 @@ def test_a_runner_that_is_stopped_in_a_long_step_hands_its_job_back(fragile: Fra
     job_id = fragile.submit([SLOW])
     fragile.stack.wait_for(fragile.slow_file.exists, part="runner", seconds=120)
     child = fragile.stack.children["runner"]
-    began = time.monotonic()
     child.record.signal_group(child.record.stop_signal)
-    row = fragile.wait(job_id, lambda row: row["status"] == "pending", seconds=10)
-    assert time.monotonic() - began < 10
+    # Sooner than the step ends, and not because the lease ran out, which is a try.
+    row = fragile.wait(job_id, lambda row: row["status"] == "pending", seconds=SLOW_SECONDS - 10)
     assert (row["tries"], row["holds"]) == (0, [["live", None]])
     # Its step still goes on.
     fragile.stack.kill("runner")

@@ -167,7 +167,7 @@ def test_a_storage_that_is_away_makes_a_job_wait_longer_each_time(job: HarvestJo
         assert claim(model) is None
         # PostgreSQL's now() is the start of the test's transaction.
         HarvestJob.objects.update(retry_at=timezone.now() - timedelta(hours=1))
-    assert [round(wait) for wait in waits] == [5, 10, 20]
+    assert waits == pytest.approx([5, 10, 20], abs=2)
     assert (job.setbacks, job.tries) == (3, 0)
     HarvestJob.objects.update(setbacks=services.SETBACKS_AT_MOST - 1)
     claim(model)

@@ -125,7 +125,7 @@ async def test_a_retry_gets_its_job_whatever_it_would_meet_today(submitter: Subm
     await db.database_step(set_monthly_tokens, user=submitter.user, monthly_tokens=0)
     assert await submitter.post(BODY, "k") == (200, first)
     await db.database_step(BaseModel.objects.update, is_enabled=False)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await submitter.post(BODY, uuid.uuid4().hex))[1]["error"]["code"] != "model_not_found":  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert await submitter.post(BODY, "k") == (200, first)
