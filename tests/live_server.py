@@ -45,7 +45,7 @@ class LiveServer:
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(**{"base_url": self.url, "headers": headers, "timeout": 30, **options})
+        return httpx.Client(**{"base_url": self.url, "headers": headers, "timeout": 60, **options})
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
@@ -87,7 +87,7 @@ def serve() -> Iterator[LiveServer]:
             yield LiveServer(listener.getsockname()[1])
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive(), "the API did not stop"
 
 

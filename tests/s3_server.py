@@ -51,7 +51,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
 
 
 def _endpoint(server: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while server.poll() is None and time.monotonic() < deadline:
         if found := re.search(r"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/?\]", log.read_text()):
             return found.group(1)

@@ -28,7 +28,7 @@ class Broker:
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         self._process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
         with self.client() as client:
-            for _ in range(400):
+            for _ in range(3000):
                 try:
                     client.ping()
                 except redis.ConnectionError:

@@ -127,7 +127,7 @@ def test_a_worker_that_is_stopped_puts_back_what_it_cannot_finish(
     process = fragile.children["inference"].process
     # As systemd and a terminal do it: to every process of the group.
     os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)

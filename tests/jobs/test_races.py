@@ -28,7 +28,7 @@ from tests.jobs.conftest import HOLD_TOKENS, OWNER, assert_money, claim, claimed
 pytestmark = pytest.mark.django_db(transaction=True)
 
 ANSWER = Answer(status=200, body=b"{}", bytes=2)
-AT_A_TIME = 100
+AT_A_TIME = 25
 
 
 def code_of(outcome: object) -> str:
