@@ -66,10 +66,13 @@ def test_all_that_is_wrong_with_a_key_gives_one_answer(server: LiveServer) -> No
 
 
 def test_a_key_that_will_expire_works_until_then(server: LiveServer) -> None:
-    _, text = make_key(expires_at=timezone.now() + timedelta(seconds=1.5))
-    assert is_let_in(server, text)
-    time.sleep(1.6)
-    assert not is_let_in(server, text)
+    ends = timezone.now() + timedelta(seconds=1.5)
+    _, text = make_key(expires_at=ends)
+    while is_let_in(server, text):
+        assert timezone.now() < ends + timedelta(seconds=60), "it works for ever"
+        time.sleep(0.1)
+    # It was let in until then, however long the machine took for each request.
+    assert timezone.now() >= ends
 
 
 def test_pause_resume_and_revoke_act_on_the_next_request(server: LiveServer) -> None:
@@ -158,7 +161,7 @@ async def test_the_hot_path_reads_the_same_rows_as_the_orm(pool: db.Pool) -> Non
 
 
 def is_use_written(key: ApiKey, *, seconds: float = 1) -> bool:
-    """Whether the key's last use changes within a second from what `key` says."""
+    """Whether the key's last use changes, within `seconds`, from what `key` says."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ApiKey.objects.get(pk=key.pk).last_used_at != key.last_used_at:
@@ -174,7 +177,8 @@ def test_the_last_use_is_written_at_most_every_five_minutes(
     now = timezone.now()
     key, text = make_key(last_used_at=None if age is None else now - timedelta(seconds=age))
     assert is_let_in(server, text)
-    assert is_use_written(key) == is_written
+    # It is written beside the request.
+    assert is_use_written(key, seconds=30 if is_written else 1) == is_written
     if is_written:
         key.refresh_from_db()
         assert key.last_used_at is not None
@@ -186,7 +190,7 @@ def test_a_burst_writes_the_last_use_once(server: LiveServer, monkeypatch: pytes
     spy = Spy(monkeypatch)
     for _ in range(20):
         assert is_let_in(server, text)
-    assert is_use_written(key, seconds=10)
+    assert is_use_written(key, seconds=30)
     assert len([statement for statement in spy.statements if statement.startswith("UPDATE")]) == 1
 
 
@@ -200,10 +204,10 @@ async def test_a_lock_on_the_key_delays_no_request(pool: db.Pool, server: LiveSe
     key, text = await db.database_step(make_key)
     async with pool.connection() as taken, taken.transaction():
         await taken.execute("SELECT 1 FROM accounts_apikey WHERE id = %s FOR UPDATE", (key.pk,))
-        started = time.monotonic()
         assert await asyncio.to_thread(is_let_in, server, text)
-        assert time.monotonic() - started < 2
-    assert await db.database_step(is_use_written, key, seconds=10)
+        # The request has its answer, and the write beside it waits for the lock still.
+        assert authentication._writing
+    assert await db.database_step(is_use_written, key, seconds=30)
 
 
 async def test_a_write_that_failed_is_tried_again_at_a_later_request(
@@ -225,6 +229,6 @@ async def test_a_write_that_failed_is_tried_again_at_a_later_request(
         await db.fetch_one("SELECT 1")
         authentication._note_use(found)
         await asyncio.gather(*authentication._writing)
-        assert await db.database_step(is_use_written, key)
+        assert await db.database_step(is_use_written, key, seconds=30)
         monkeypatch.undo()
         await db.close_async_pool()
