@@ -58,6 +58,7 @@ class FaultView(ApiView):
 
 class WaitView(ApiView):
     async def get(self, request: Request) -> Response:
+        told.append("waiting")
         try:
             await asyncio.sleep(float(request.query_params["seconds"]))
         except asyncio.CancelledError:
@@ -72,6 +73,8 @@ class StreamView(ApiView):
             try:
                 for number in range(int(request.query_params["n"])):
                     yield b"data: %d\n\n" % number
+                    while "go on" not in told:  # noqa: ASYNC110 (the test's thread tells it)
+                        await asyncio.sleep(0.01)
                     await asyncio.sleep(0.02)
             finally:
                 told.append("stream closed")
@@ -97,13 +100,16 @@ def client(server: LiveServer, key: str, settings: Any) -> Iterator[httpx.Client
         yield client
 
 
-def wait_until_told(what: str) -> float:
-    """Seconds until the view tells `what`."""
-    started = time.monotonic()
+# For what happens at once, on a machine that is busy; no view here ends by itself as soon.
+PATIENCE_SECONDS = 50
+
+
+def wait_until_told(what: str) -> None:
+    """Wait until a view tells `what`."""
+    give_up_at = time.monotonic() + PATIENCE_SECONDS
     while what not in told:
-        assert time.monotonic() - started < 10, f"{what!r} was not told"
+        assert time.monotonic() < give_up_at, f"{what!r} was not told"
         time.sleep(0.01)
-    return time.monotonic() - started
 
 
 def test_a_handler_has_the_user_the_key_and_the_object_that_was_sent(client: httpx.Client) -> None:
@@ -157,36 +163,56 @@ async def test_waiting_requests_cost_no_threads(client: httpx.Client, server: Li
         await many.get("/v1/wait?seconds=0")
         before = threading.active_count()
         waiting = [asyncio.create_task(many.get("/v1/wait?seconds=3")) for _ in range(100)]
-        await asyncio.sleep(2)
+        n_told = 1 + len(waiting)
+        while told.count("waiting") < n_told and not all(task.done() for task in waiting):  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0.02)
         during = threading.active_count()
         answers = await asyncio.gather(*waiting)
     assert {answer.status_code for answer in answers} == {200}
     assert during - before <= 2
 
 
-def test_a_client_that_goes_away_cancels_the_view(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), pytest.raises(httpx.ReadTimeout):
-        client.get("/v1/wait?seconds=60", timeout=0.5)
-    assert wait_until_told("cancelled") < 1
-    time.sleep(0.1)
-    lines: list[Any] = [record.msg for record in caplog.records if record.name == "acsinfra.requests"]
-    assert [line["status"] for line in lines if line["path"] == "/v1/wait"] == [499]
+def test_a_client_that_goes_away_cancels_the_view(
+    client: httpx.Client, server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    authorization = client.headers["authorization"]
+    with caplog.at_level("INFO"):
+        with server.connect() as connection:
+            head = f"Host: localhost\r\nAuthorization: {authorization}\r\n\r\n"
+            connection.sendall(f"GET /v1/wait?seconds=60 HTTP/1.1\r\n{head}".encode())
+            wait_until_told("waiting")
+        wait_until_told("cancelled")
+        # The line is logged behind the view.
+        give_up_at = time.monotonic() + PATIENCE_SECONDS
+        while not (statuses := logged_statuses(caplog, "/v1/wait")):
+            assert time.monotonic() < give_up_at, "the request was not logged"
+            time.sleep(0.01)
+    assert statuses == [499]
+
+
+def logged_statuses(caplog: pytest.LogCaptureFixture, path: str) -> list[int]:
+    """Return the statuses of the requests of `path` that were logged."""
+    lines: list[Any] = [record.msg for record in list(caplog.records) if record.name == "acsinfra.requests"]
+    return [line["status"] for line in lines if line["path"] == path]
 
 
 def test_a_stream_is_sent_as_it_is_made(client: httpx.Client) -> None:
     with client.stream("GET", "/v1/stream?n=5") as answer:
         assert answer.headers["content-type"] == "text/event-stream"
         assert answer.headers["x-request-id"].startswith("req_")
-        arrived = [(time.monotonic(), chunk) for chunk in answer.iter_raw()]
-    assert b"".join(chunk for _, chunk in arrived) == b"".join(b"data: %d\n\n" % number for number in range(5))
-    assert arrived[-1][0] - arrived[0][0] > 0.05
-    assert told == ["stream closed"]
+        chunks = answer.iter_raw()
+        # It is here, and the view makes no other before it is told to.
+        assert next(chunks) == b"data: 0\n\n"
+        told.append("go on")
+        assert b"".join(chunks) == b"".join(b"data: %d\n\n" % number for number in range(1, 5))
+    assert told == ["go on", "stream closed"]
 
 
 def test_a_client_that_leaves_a_stream_closes_it(client: httpx.Client) -> None:
+    told.append("go on")
     with client.stream("GET", "/v1/stream?n=100000") as answer:
         next(answer.iter_raw())
-    assert wait_until_told("stream closed") < 1
+    wait_until_told("stream closed")
 
 
 def test_an_upload_that_breaks_off_leaves_nothing_behind(client: httpx.Client, server: LiveServer) -> None:

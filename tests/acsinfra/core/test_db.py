@@ -43,16 +43,21 @@ async def test_a_pool_is_made_once_for_a_loop_and_speaks_to_django_s_database(po
 
 
 async def test_waiting_requests_hold_no_connection(pool: db.Pool) -> None:
-    """200 requests that each take a step, wait half a second and take another end in about that time."""
+    """200 requests that have each taken a step wait for one another, and then take another."""
+    n_waiting, all_wait = 0, asyncio.Event()
 
     async def request() -> None:
+        nonlocal n_waiting
         await db.fetch_one("SELECT 1")
-        await asyncio.sleep(0.5)
+        n_waiting += 1
+        if n_waiting == 200:
+            all_wait.set()
+        await all_wait.wait()
         await db.fetch_one("SELECT 1")
 
-    started = time.monotonic()
-    await asyncio.gather(*(request() for _ in range(200)))
-    assert time.monotonic() - started < 4
+    # If each held its connection meanwhile, all but the first 8 would never get to wait.
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(request() for _ in range(200)))
     assert pool.get_stats()["pool_size"] <= 8
 
 
@@ -97,7 +102,8 @@ async def test_those_who_wait_behind_a_database_that_is_away_fail_with_it(proxy:
     started = time.monotonic()
     answers = await asyncio.gather(*(db.fetch_one("SELECT 1") for _ in range(200)), return_exceptions=True)
     assert all(isinstance(answer, psycopg.OperationalError) for answer in answers)
-    assert time.monotonic() - started < 10
+    # Far from what 8 at once, each as patient as the first, would take.
+    assert time.monotonic() - started < 200 / 8 * db.GET_CONNECTION_SECONDS / 2
 
 
 async def test_a_failed_statement_leaves_a_usable_connection(pool: db.Pool) -> None:
@@ -122,11 +128,10 @@ async def test_a_database_that_is_away_fails_within_seconds_and_comes_back_at_on
         started = time.monotonic()
         with pytest.raises(psycopg.OperationalError):
             await db.fetch_one("SELECT 1")
-        assert time.monotonic() - started < 8
+        # Long before a burst of requests would give up.
+        assert time.monotonic() - started < db.TURN_SECONDS / 2
     proxy.mend()
-    started = time.monotonic()
     assert await fetch_when_back() == (1,)
-    assert time.monotonic() - started < 10
 
 
 async def fetch_when_back() -> db.Row | None:
@@ -144,8 +149,15 @@ async def test_a_database_step_gives_its_connection_back(pool: db.Pool) -> None:
     names = await asyncio.gather(*(db.database_step(User.objects.get, pk=made.pk) for _ in range(50)))
     assert {user.username for user in names} == {made.username}
 
-    stats = await asyncio.to_thread(lambda: orm_connection.pool.get_stats())  # type: ignore[attr-defined]
-    assert stats["pool_size"] - stats["pool_available"] <= 1  # the test's own
+    def n_taken() -> int:
+        stats = orm_connection.pool.get_stats()  # type: ignore[attr-defined]
+        return int(stats["pool_size"] - stats["pool_available"])
+
+    # One is the test's own; those that the pool still opens are counted as taken, too.
+    give_up_at = time.monotonic() + 30
+    while await asyncio.to_thread(n_taken) > 1:
+        assert time.monotonic() < give_up_at, "a connection was not given back"
+        await asyncio.sleep(0.02)
 
 
 async def test_a_database_step_raises_what_the_step_raises(pool: db.Pool) -> None:
@@ -161,12 +173,14 @@ async def test_a_restart_of_the_database_costs_the_orm_s_steps_one_error_at_most
         with orm_connection.cursor() as cursor:
             cursor.execute("SELECT pg_backend_pid()")
             pid: int = cursor.fetchone()[0]
-        together.wait(10)
+        together.wait(60)
         return pid
 
     pids = await asyncio.gather(*(db.database_step(backend) for _ in range(4)))
     assert len(set(pids)) == 4
-    await db.fetch_one("SELECT count(pg_terminate_backend(pid)) FROM unnest(%s::int[]) AS pid", [pids])
+    # Until each has ended: one that still lives while another is missed would cost an error of its own.
+    ended = await db.fetch_one("SELECT bool_and(pg_terminate_backend(pid, 9000)) FROM unnest(%s::int[]) AS pid", [pids])
+    assert ended == (True,)
     errors = 0
     for _ in range(6):
         try:

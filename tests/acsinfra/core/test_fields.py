@@ -230,9 +230,15 @@ def test_any_object_is_valid_or_an_invalid_request(body: dict[str, Any]) -> None
 
 def test_large_bodies_are_checked_in_milliseconds() -> None:
     ids, texts = list(range(32_000)), ["some text é"] * 4_096
-    started = time.process_time()
-    Body.validated({"model": "m", "ids": ids, "texts": texts})
-    assert time.process_time() - started < 0.1
+
+    def seconds() -> float:
+        """CPU time of this thread alone: servers of other tests run in this process."""
+        started = time.thread_time()
+        Body.validated({"model": "m", "ids": ids, "texts": texts})
+        return time.thread_time() - started
+
+    # The least of some: a collection of all of the tests' garbage may fall into one.
+    assert min(seconds() for _ in range(5)) < 0.1
 
 
 @pytest.mark.parametrize("text", ["", " 5", "5 ", "+5", "5.0", "1_0", "٥", "0x5", "-1", "61", "9" * 5_000, "--5"])
