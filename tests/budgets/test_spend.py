@@ -104,13 +104,14 @@ def test_recorded_at_once_it_counts_once() -> None:
             connection.close()
 
     threads = [threading.Thread(target=act) for _ in range(6)]
+    before = timezone.now()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    up = (timezone.now() - began).total_seconds()
+    after = timezone.now()
     total = sum(row.gpu_seconds for row in GpuTime.objects.all()) / 3
-    assert up - 5 < total <= up
+    assert (before - began).total_seconds() <= total <= (after - began).total_seconds()
     assert GpuTime.objects.count() in (2, 3)
 
 
@@ -171,7 +172,10 @@ def test_there_is_one_row_and_no_negative_limit() -> None:
             SpendLimit.objects.create(**fields)
 
 
-def test_the_answer_is_kept_for_a_second(django_assert_num_queries: Any) -> None:
+def test_the_answer_is_kept_for_its_time(django_assert_num_queries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A second, which may be over on a busy machine before it is asked again.
+    assert spend.CHECK_SECONDS == 1
+    monkeypatch.setattr(spend, "CHECK_SECONDS", 60.0)
     with django_assert_num_queries(1):
         assert spend.may_start_work()
         assert spend.may_start_work()
