@@ -21,6 +21,8 @@ def assert_accessible(page: Page, *, follows: Callable[[str], None] = lambda sch
 
     `follows` waits until the page has followed a change of scheme, where a script of its own has to.
     """
+    # A click returns as soon as the next page begins to come.
+    page.wait_for_load_state("load")
     page.evaluate(_AXE)
     for scheme in SCHEMES:
         page.emulate_media(color_scheme=scheme)

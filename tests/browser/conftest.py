@@ -17,7 +17,8 @@ from tests.browser.people import Person, new_person
 from tests.stack import Stack
 
 DESKTOP: ViewportSize = {"width": 1280, "height": 800}
-WAIT_MS = 15_000
+# Nothing waits so long but where it fails: pages and their scripts take their time on a busy machine.
+WAIT_MS = 60_000
 expect.set_options(timeout=WAIT_MS)
 
 

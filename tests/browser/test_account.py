@@ -22,5 +22,6 @@ def test_the_account_s_pages_are_for_everybody(page: Page, person: Person, api: 
     expect(page.get_by_text("this one")).to_be_visible()
     assert_accessible(page)
     page.get_by_role("link", name="Change the password").click()
+    page.wait_for_url("**/app/password")
     page.get_by_role("button", name="Change the password").click()
     assert_accessible(page)

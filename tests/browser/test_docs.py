@@ -36,10 +36,13 @@ def count_operations(page: Page) -> int:
 def test_one_goes_from_the_guides_to_each_and_on_to_the_next(page: Page) -> None:
     page.goto("/docs")
     page.get_by_role("link", name="Guides", exact=True).click()
+    page.wait_for_url("**/docs/guide")
     assert_accessible(page)
     page.get_by_role("link", name="Set up", exact=True).click()
-    for _ in SLUGS[1:]:
+    page.wait_for_url(f"**/docs/guide/{SLUGS[0]}")
+    for slug in SLUGS[1:]:
         page.locator(".next a").last.click()
+        page.wait_for_url(f"**/docs/guide/{slug}")
     expect(page.get_by_role("heading", level=1)).to_have_text("Run your own")
 
 

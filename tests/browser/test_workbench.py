@@ -29,6 +29,14 @@ result = {
     "used": sum(Budget.objects.filter(user_id=user).values_list("used", flat=True)),
 }
 """
+# In the page itself: a test that saw the first token might come too late with its click.
+STOP_AT_THE_FIRST_TOKEN = """
+() => new MutationObserver((_, observer) => {
+  if (!document.querySelector("#base .token")) return;
+  observer.disconnect();
+  document.querySelector("#stop-run").click();
+}).observe(document.querySelector("#base"), { childList: true, subtree: true })
+"""
 TOWARD, AWAY = "I love this. It is wonderful", "I hate this. It is terrible"
 
 
@@ -51,7 +59,7 @@ def money(stack: Stack, person: Person) -> dict[str, Any]:
 
 def settled(stack: Stack, person: Person) -> dict[str, Any]:
     """Return the money once no Hold is live."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (found := money(stack, person))["live"]:
         assert time.monotonic() < deadline, found
     return found
@@ -107,10 +115,11 @@ def test_stop_ends_the_request_in_the_engine_and_charges_what_was_generated(
     workbench: Page, person: Person, inference_stack: Stack
 ) -> None:
     set_up(workbench, "The capital", max_tokens="500", n="16", logprobs="0")
+    expect(workbench.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
+    workbench.evaluate(STOP_AT_THE_FIRST_TOKEN)
     workbench.get_by_role("button", name="Run", exact=True).click()
-    expect(workbench.locator("#base .token").first).to_be_visible()
-    workbench.get_by_role("button", name="Stop", exact=True).click()
     expect(workbench.locator("#state")).to_contain_text("Stopped")
+    expect(workbench.locator("#base .token").first).to_be_visible()
     expect(workbench.get_by_role("button", name="Run", exact=True)).to_be_enabled()
     found = settled(inference_stack, person)
     assert 0 < found["charged"] < found["held"]
@@ -173,19 +182,21 @@ def test_a_study_of_steering_needs_no_code_and_its_code_gives_the_same(
     code = workbench.locator("#python code").text_content() or ""
     environment = {**os.environ, "ACS_API_BASE": f"{inference_stack.base_url}/v1", "ACS_API_KEY": person.key}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
     assert ran.stdout.splitlines() == [f"base {base_text!r}", f"steered {steered_text!r}"], ran.stderr
     workbench.get_by_role("tab", name="curl").click()
     curl = workbench.locator("#curl code").text_content() or ""
-    answered = subprocess.run(curl, shell=True, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    answered = subprocess.run(
+        curl, shell=True, env=environment, capture_output=True, text=True, check=True, timeout=240
+    )
     assert json.loads(answered.stdout)["choices"][0]["text"] == steered_text
 
 
 def test_the_doors_want_a_session_and_its_csrf_token(api: Stack, person: Person) -> None:
     body = {"model": "tiny", "prompt": "x"}
     door = "/app/workbench/completions"
-    with httpx.Client(base_url=api.base_url, timeout=60) as client:
+    with httpx.Client(base_url=api.base_url, timeout=120) as client:
         assert client.get("/app/workbench").headers["location"] == "/app/sign-in?next=/app/workbench"
         # Without the token, a session changes nothing: another site's form would have one too.
         assert client.post(door, json=body).status_code == 403
