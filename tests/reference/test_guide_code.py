@@ -11,7 +11,7 @@ from tests.reference.guide_blocks import script_of
 from tests.stack import Stack
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 240
+SECONDS = 480
 
 
 def _environment(stack: Stack) -> dict[str, str]:

@@ -44,7 +44,7 @@ def test_a_completion_whole_streamed_async_and_from_the_command(inference_stack:
             texts = await asyncio.gather(*(aio.complete(PROMPT, **GREEDY) for _ in range(3)))
             streamed = "".join([chunk.text async for chunk in aio.stream(PROMPT, **GREEDY)])
             job = await aio.submit_job(PROMPT, **GREEDY)
-            done = await aio.wait_for_job(job.id, timeout_s=60)
+            done = await aio.wait_for_job(job.id, timeout_s=200)
             assert {completion.text for completion in texts} == {done.text}
             return done.text, streamed, (await aio.budget()).remaining
 
@@ -202,7 +202,7 @@ def test_jobs_of_the_command(inference_stack: Stack) -> None:
     submit = ("jobs", "submit", PROMPT, "-m", "tiny", "-n", "6", "-t", "0", "--key", "once")
     job_id = acs.run(*submit).stdout.strip()
     assert acs.run(*submit).stdout.strip() == job_id
-    text = acs.run("jobs", "wait", job_id, "--timeout", "60").stdout
+    text = acs.run("jobs", "wait", job_id, "--timeout", "200").stdout
     assert text == acs.run("complete", PROMPT, "-m", "tiny", "-n", "6", "-t", "0").stdout
     shown = acs.json("jobs", "show", job_id)
     assert (shown["status"], acs.json("jobs", "list")) == ("succeeded", [shown])
@@ -210,7 +210,8 @@ def test_jobs_of_the_command(inference_stack: Stack) -> None:
     assert job_id in acs.run("jobs", "list").stdout
     assert acs.json("jobs", "cancel", job_id)["status"] == "succeeded"
     with client_of(inference_stack) as client:
-        long = client.submit_job(PROMPT, model="tiny", max_tokens=480, n=16, ignore_eos=True)
+        # More than an engine does before the cancel comes, however late that is on a busy machine.
+        long = client.submit_job([PROMPT] * 60, model="tiny", max_tokens=480, ignore_eos=True)
         with pytest.raises(AcsError) as waiting:
             client.wait_for_job(long.id, timeout_s=0)
         assert waiting.value.code == "still_waiting"
@@ -219,13 +220,20 @@ def test_jobs_of_the_command(inference_stack: Stack) -> None:
     assert cancelled["error"]["code"] == "job_cancelled"
 
 
+def ask_for_a_minute(client: Client) -> None:
+    """Ask until it is refused, at once but where a busy broker brings the count late and the request is let pass."""
+    ends = time.monotonic() + 60
+    while time.monotonic() < ends:
+        client.models()
+
+
 def test_a_retry_after_is_waited_for_and_a_lost_connection_outlived(inference_stack: Stack) -> None:
     user = inference_stack.new_user(requests_per_minute=2)
     with client_of(inference_stack, user, patience_s=0) as client:
         client.models()
         client.models()
         with pytest.raises(AcsError) as refused:
-            client.models()
+            ask_for_a_minute(client)
     assert refused.value.code == "rate_limited"
     assert 0 < (refused.value.retry_after or 0) <= 60
     with proxy_to(inference_stack.port) as proxy, client_of(inference_stack, port=proxy.port) as client:
