@@ -45,7 +45,7 @@ def test_a_script_runs_as_python_would_run_it(supervisor: Supervisor, tmp_path: 
         "told", [script(tmp_path, TELL), "3", "ö"], env={**own, "PYTHONDONTWRITEBYTECODE": "1"}
     )
     assert isinstance(child.process, LaunchedProcess)
-    assert child.process.wait(30) == 3
+    assert child.process.wait(120) == 3
     line, _, rest = child.log_text().partition("\n")
     told = json.loads(line)
     assert rest == "said\n"
@@ -65,7 +65,7 @@ def test_several_run_at_once_and_each_end_is_its_own(supervisor: Supervisor, tmp
     one, two, three = children
     one.process.kill()
     two.record.signal_group(signal.SIGTERM)
-    assert (one.process.wait(30), two.process.wait(30)) == (-signal.SIGKILL, -signal.SIGTERM)
+    assert (one.process.wait(120), two.process.wait(120)) == (-signal.SIGKILL, -signal.SIGTERM)
     assert three.process.poll() is None
     supervisor.stop(three.name)
     assert three.process.returncode == -signal.SIGTERM
@@ -81,10 +81,10 @@ def test_a_launcher_that_is_killed_is_seen_and_its_forks_are_ended(supervisor: S
     assert child.process.poll() is None
     # Whoever is started now begins with Python itself.
     anew = supervisor.spawn_engine("anew", [script(tmp_path, TELL), "0"], env=os.environ)
-    anew.process.wait(30)
+    anew.process.wait(120)
     assert json.loads(anew.log_text().partition("\n")[0])["imported"] is False
     supervisor.close()
-    assert child.process.wait(30) == -signal.SIGKILL
+    assert child.process.wait(120) == -signal.SIGKILL
     assert not psutil.pid_exists(child.process.pid) or psutil.Process(child.process.pid).status() == "zombie"
 
 

@@ -17,18 +17,24 @@ SETTLE_SECONDS = 300.0
 PAUSE_SECONDS = (1.0, 6.0)
 
 
-def run_chaos(*, minutes: float, seed: int, harvest_prompts: int = 1500) -> dict[str, Any]:
-    """Run for `minutes` and return what was killed, what was answered, how work ended, and the broken promises."""
+def run_chaos(*, minutes: float, seed: int, harvest_prompts: int = 1500, kills_at_least: int = 0) -> dict[str, Any]:
+    """Run for `minutes` and return what was killed, what was answered, how work ended, and the broken promises.
+
+    On a slow machine it goes on until `kills_at_least` parts were killed and a Completion was answered, for
+    SETTLE_SECONDS at most.
+    """
     with tempfile.TemporaryDirectory(prefix="acs-chaos-") as folder:
         parts = Parts(Path(folder) / "home", seed=seed)
         try:
             parts.start()
-            return asyncio.run(_run(parts, minutes=minutes, seed=seed, harvest_prompts=harvest_prompts))
+            return asyncio.run(
+                _run(parts, minutes=minutes, seed=seed, harvest_prompts=harvest_prompts, kills_at_least=kills_at_least)
+            )
         finally:
             parts.close()
 
 
-async def _run(parts: Parts, *, minutes: float, seed: int, harvest_prompts: int) -> dict[str, Any]:
+async def _run(parts: Parts, *, minutes: float, seed: int, harvest_prompts: int, kills_at_least: int) -> dict[str, Any]:
     stack, chance, seen = parts.stack, random.Random(seed), Seen()
     questions = await asyncio.to_thread(find_questions, stack, count=10, seed=seed)
     texts = [question.body["prompt"] for question in questions]
@@ -51,7 +57,12 @@ async def _run(parts: Parts, *, minutes: float, seed: int, harvest_prompts: int)
         asyncio.create_task(harvester.harvest(until, {"model": "tiny", **corpus})),
     ]
     ends_at = time.monotonic() + minutes * 60
-    while time.monotonic() < ends_at:
+
+    def is_over() -> bool:
+        has_enough = parts.kills.total() >= kills_at_least and seen.answers["completion: 200"] > 0
+        return time.monotonic() >= ends_at + (0 if has_enough else SETTLE_SECONDS)
+
+    while not is_over():
         await asyncio.sleep(chance.uniform(*PAUSE_SECONDS))
         await asyncio.to_thread(parts.revive)
         await parts.kill_one()
