@@ -45,10 +45,10 @@ class LiveServer:
 
     def client(self, key: str | None = None, **options: Any) -> httpx.Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(**{"base_url": self.url, "headers": headers, "timeout": 60, **options})
+        return httpx.Client(**{"base_url": self.url, "headers": headers, "timeout": 120, **options})
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=120)
 
     def send(self, request: bytes) -> RawAnswer:
         """Send bytes that no HTTP client would, and read one answer that has a Content-Length."""

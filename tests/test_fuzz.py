@@ -19,7 +19,8 @@ from tests.stack import Stack, StackUser
 
 SEED: Final = 20_261_129
 AT_ONCE: Final = 12
-SECONDS_AT_MOST: Final = 30.0
+# What hangs does so for ever; what is answered may wait behind eleven others on a busy machine.
+SECONDS_AT_MOST: Final = 120.0
 REQUEST_ID: Final = re.compile(r"req_[0-9a-f]{32}\Z")
 TYPES: Final = {401: "authentication_error", 429: "rate_limit_error"}
 # A valid Completion may find no inference worker here; what is refused never gets that far.

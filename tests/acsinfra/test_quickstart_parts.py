@@ -65,7 +65,7 @@ def test_data_survives_kill_9_of_both_servers(home: Path) -> None:
     valkey.start()
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 42 AS value")
-    with redis.Redis.from_url(valkey.url) as client:
+    with redis.Redis.from_url(valkey.url, socket_timeout=120) as client:
         client.set("kept", "42")
         # The append-only file is flushed every second, and later where the disk is busy.
         assert client.waitaof(1, 0, 60_000)[0] == 1

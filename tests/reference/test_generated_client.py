@@ -6,6 +6,7 @@ import uuid
 from importlib import import_module
 from pathlib import Path
 
+import httpx
 import pytest
 
 from acsinfra.core.views import openapi_document
@@ -25,7 +26,7 @@ def test_a_client_generated_from_the_document_works(
 
     monkeypatch.syspath_prepend(str(tmp_path))
     client = import_module("acs_generated").AuthenticatedClient(
-        base_url=inference_stack.base_url, token=inference_stack.user.key
+        base_url=inference_stack.base_url, token=inference_stack.user.key, timeout=httpx.Timeout(120)
     )
     models = import_module("acs_generated.models")
     body = models.CompletionRequest(model="tiny", prompt="One", max_tokens=2, temperature=0.0)
