@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,11 @@ from typing import Any, ClassVar, Literal, cast
 import httpx
 import psutil
 
-from acsinfra.quickstart.embedded import EmbeddedPostgres, free_port
+from acsinfra.quickstart.embedded import EmbeddedPostgres
 from acsinfra.quickstart.supervisor import PROJECT, Child, Supervisor
 
 Part = Literal["api", "inference", "runner", "scheduler"]
-START_SECONDS = 180
+START_SECONDS = 480
 GENEROUS = {"requests_at_once": 512, "requests_queued": 4096, "requests_per_minute": 1_000_000} | {
     "harvests_unfinished": 100
 }
@@ -79,7 +80,11 @@ class Stack:
         self.home = supervisor.home / name
         self.files = self.home / "files"
         self.files.mkdir(parents=True)
-        self.port = free_port()
+        # Bound, and never listening: nobody else is given the port before the API listens there, or while it is away.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port: int = self._reserved.getsockname()[1]
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.env = {
             **os.environ,
@@ -182,6 +187,7 @@ class Stack:
         for part in list(self.children):
             self.stop(cast("Part", part))
         self.end_console()
+        self._reserved.close()
 
     def engine_process(self, part: Part) -> psutil.Process:
         """Return the process of a part that has its engine: a runner's is the child of the one that waits for it."""

@@ -21,9 +21,12 @@ class TcpProxy:
         self._target_port = target_port
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._accept(self._listener)
+        # Bound, and never listening: nobody else is given the port while it is cut.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port: int = self._reserved.getsockname()[1]
+        self.mend()
 
     def cut(self) -> None:
         """Close every connection and refuse new ones."""
@@ -33,6 +36,11 @@ class TcpProxy:
                 for end in pair:
                     _close(end)
             self._pairs.clear()
+
+    def close(self) -> None:
+        """Cut it, and give its port up."""
+        self.cut()
+        self._reserved.close()
 
     def mend(self) -> None:
         """Listen again, on the same port."""
@@ -82,9 +90,9 @@ def _pass_on(near: socket.socket, far: socket.socket, slow_seconds: float) -> No
 
 @contextmanager
 def proxy_to(port: int) -> Iterator[TcpProxy]:
-    """Yield a proxy to `port`; it is cut at the end."""
+    """Yield a proxy to `port`; it is closed at the end."""
     proxy = TcpProxy(port)
     try:
         yield proxy
     finally:
-        proxy.cut()
+        proxy.close()
