@@ -77,10 +77,14 @@ HARVEST: Final[dict[str, Any]] = {
 }
 ROUTES: Final = {"completions": COMPLETION, "harvest": HARVEST, "completion-jobs": COMPLETION}
 CANCEL_JOBS: Final = """
+from harvest.models import HarvestJob
+from harvest.services import cancel_harvest
 from jobs.models import CompletionJob
 from jobs.services import cancel_job
 waiting = CompletionJob.objects.filter(user_id=user, finished_at=None)
 result = [cancel_job(job_id=pk).status for pk in waiting.values_list("pk", flat=True)]
+waiting = HarvestJob.objects.filter(user_id=user, status__in=["pending", "running"])
+result += [cancel_harvest(job_id=pk).status for pk in waiting.values_list("pk", flat=True)]
 """
 ODD_VALUES: Final[tuple[Any, ...]] = (
     (True, False, 0, -1, 1, 1.0, 1.5, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, "", "5", "x" * 300, "\x00")
@@ -356,7 +360,7 @@ async def fuzzed(harvest_stack: Stack) -> AsyncIterator[Callable[[list[Case]], A
             return Counter(await asyncio.gather(*(send(case) for case in cases)))
 
         yield send_all
-    # No engine serves here, and later tests' Jobs must not wait for these.
+    # No engine serves here, or a busy one, and later tests' Jobs must not wait for these.
     harvest_stack.django(CANCEL_JOBS, user=user.id)
 
 
