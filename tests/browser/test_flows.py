@@ -83,8 +83,7 @@ def test_a_job_is_watched_to_its_end(page: Page, person: Person, inference_stack
     with inference_stack.client(as_user(person)) as client:
         submit(client, wanted)
     page.reload()
-    # By its address: the list renews itself, also between a mouse's down and up.
-    page.goto(page.get_by_role("link", name="Completion").get_attribute("href") or "")
+    page.get_by_role("link", name="Completion").click()
     # Nobody reloads: the page does, when the Job has ended.
     expect(page.locator(".badge")).to_have_text("succeeded", timeout=60_000)
     expect(page.get_by_role("heading", name="Choice 0")).to_be_visible()
@@ -109,6 +108,38 @@ def test_activations_are_shown(page: Page, person: Person, inference_stack: Stac
     expect(page.get_by_role("heading", name="Activations")).to_be_visible(timeout=60_000)
     expect(page.get_by_role("img", name=re.compile("Mean norm by layer"))).to_be_visible()
     assert_accessible(page)
+
+
+def test_a_list_that_renews_itself_keeps_focus_click_and_selection(
+    page: Page, person: Person, inference_stack: Stack
+) -> None:
+    sign_in(page, person, to="/app/jobs")
+    with inference_stack.client(as_user(person)) as client:
+        jobs = [submit(client, LONG) for _ in range(5)]
+    page.reload()
+
+    def renewed() -> None:
+        for _ in range(2):
+            with page.expect_response(lambda answer: "hx-request" in answer.request.headers):
+                pass
+
+    link = page.locator(f"#job-{jobs[0]['id']}")
+    link.focus()
+    renewed()
+    expect(link).to_be_focused()
+    page.get_by_role("cell", name="tiny").first.select_text()
+    renewed()
+    assert page.evaluate("getSelection().toString()") == "tiny"
+    page.evaluate("getSelection().empty()")
+    renewed()
+    link.hover()
+    page.mouse.down()
+    renewed()
+    page.mouse.up()
+    page.wait_for_url(f"**/app/jobs/{jobs[0]['id']}")
+    with inference_stack.client(as_user(person)) as client:
+        for job in jobs:
+            client.post(f"completion-jobs/{job['id']}/cancel")
 
 
 def test_a_running_job_is_cancelled(page: Page, person: Person, inference_stack: Stack) -> None:
