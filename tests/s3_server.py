@@ -22,6 +22,7 @@ class S3Server:
     endpoint: str
     bucket: str
     folder: Path
+    pid: int
 
     @property
     def url(self) -> str:
@@ -45,7 +46,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     ]
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as server:
         try:
-            yield S3Server(endpoint=_endpoint(server, log), bucket="bucket", folder=folder / "bucket")
+            yield S3Server(endpoint=_endpoint(server, log), bucket="bucket", folder=folder / "bucket", pid=server.pid)
         finally:
             server.terminate()
 

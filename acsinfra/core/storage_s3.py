@@ -245,13 +245,15 @@ class _S3Writer:
 
 
 def _client(endpoint: str | None, region: str | None) -> "S3Client":
+    # TLS guards the bytes on their way, and our SHA-256 those at rest: without TLS their signature does.
+    has_tls = endpoint is None or endpoint.startswith("https://")
     return boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint,
         region_name=region or "us-east-1",
         config=Config(
             signature_version="s3v4",
-            s3={"addressing_style": "path" if endpoint else "auto"},
+            s3={"addressing_style": "path" if endpoint else "auto", "payload_signing_enabled": not has_tls},
             # Few servers but AWS know the newer trailing checksums; TLS and our SHA-256 guard the bytes.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

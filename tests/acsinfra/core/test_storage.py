@@ -6,11 +6,16 @@ import urllib.error
 import urllib.request
 import uuid
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from botocore.compat import HTTPHeaders
 from django.utils import timezone
+from urllib3 import HTTPResponse
 
 from acsinfra.core.storage import (
     FolderStorage,
@@ -188,3 +193,19 @@ def _status(url: str) -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_payload_is_hashed_for_its_signature_only_where_no_tls_guards_it(s3_server: S3Server, scheme: str) -> None:
+    storage = S3Storage(bucket="bucket", endpoint=f"{scheme}://127.0.0.1:1")
+    sent: list[str] = []
+
+    def answer(request: AWSPreparedRequest, **_: Any) -> Any:
+        sha256 = request.headers["X-Amz-Content-SHA256"]
+        sent.append(sha256.decode() if isinstance(sha256, bytes) else sha256)
+        return AWSResponse(request.url, 200, HTTPHeaders(), HTTPResponse(BytesIO(), preload_content=False))
+
+    storage._client.meta.events.register("before-send.s3.PutObject", answer)
+    stored = storage.write("a/file", b"content")
+    assert stored.sha256 == hashlib.sha256(b"content").hexdigest()
+    assert sent == [stored.sha256 if scheme == "http" else "UNSIGNED-PAYLOAD"]
