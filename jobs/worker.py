@@ -1,11 +1,12 @@
 """Jobs in an inference worker: taken while there are places, batched by the engine with Completions, ended by rows."""
 
 import asyncio
+import itertools
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -22,10 +23,12 @@ from acsinfra.core.shared_folder import FolderNotSharedError, require_shared_fol
 from acsinfra.core.storage import StorageError, get_storage
 from inference.answers import AnswerBuilder
 from inference.engine.errors import EngineDied
+from inference.wire import EngineRequest
 from inference.worker.background import LentEngine
 from inference.worker.completions import fault_of
 from inference.worker.whole import make_whole_answer
 from jobs import running
+from jobs.engine_places import EnginePlaces
 from jobs.running import ClaimedJob, Count
 from jobs.services import Answer, job_failed
 
@@ -53,14 +56,16 @@ class Stop(Enum):
 
 @dataclass(eq=False)
 class _Run:
-    """A Job that this worker runs."""
+    """A Job that this worker runs; its time begins with its first place in the engine, by `turn`."""
 
     job: ClaimedJob
+    turn: int
     earlier: "asyncio.Task[None] | None" = None
     task: "asyncio.Task[None] | None" = None
     builder: AnswerBuilder | None = None
     stopped: Stop | None = None
     is_ending: bool = False
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
 
     @property
     def tokens(self) -> int | None:
@@ -84,6 +89,8 @@ class JobRunner:
 
     def __init__(self, engine: LentEngine) -> None:
         self._engine = engine
+        self._engine_places = EnginePlaces(engine.sequences_at_once)
+        self._turns = itertools.count()
         self._places = min(settings.JOBS_PER_ENGINE, engine.model.max_num_seqs)
         self._runs: dict[str, _Run] = {}
         self._wake = asyncio.Event()
@@ -163,7 +170,9 @@ class JobRunner:
         earlier = self._runs.get(job.request_id)
         if earlier is not None:
             earlier.stop(Stop.LOST)
-        run = self._runs[job.request_id] = _Run(job, earlier=None if earlier is None else earlier.task)
+        run = self._runs[job.request_id] = _Run(
+            job, next(self._turns), earlier=None if earlier is None else earlier.task
+        )
         run.task = asyncio.create_task(self._run(run), name=job.request_id)
         logger.info("job claimed", job_id=str(job.id), claims=job.claims)
 
@@ -189,7 +198,7 @@ class JobRunner:
         # not take them with it three times.
         turn = self._suspects if run.job.tries else nullcontext()
         try:
-            async with turn, asyncio.timeout(settings.ENGINE_TIME_LIMIT.total_seconds()):
+            async with turn, run.limit:
                 body = await self._complete(run)
         except asyncio.CancelledError:
             if run.stopped is None:
@@ -212,16 +221,28 @@ class JobRunner:
         return await self._success(run, body)
 
     async def _complete(self, run: _Run) -> bytes:
+        limit = settings.ENGINE_TIME_LIMIT.total_seconds()
+        loop = asyncio.get_running_loop()
+        run.limit.reschedule(loop.time() + limit)
         if run.earlier is not None:
             # The engine knows requests by their ids.
             await asyncio.wait([run.earlier])
         now = time.time()
-        deadline = now + settings.ENGINE_TIME_LIMIT.total_seconds()
-        work = msgspec.structs.replace(run.job.work, created=int(now), deadline=deadline)
+        work = msgspec.structs.replace(run.job.work, created=int(now), deadline=now + limit)
         engine = await self._engine.life.engine()
         builder = run.builder = AnswerBuilder(work, self._engine.decode)
+        # From here on it waits for the Jobs before it, as long as they take.
+        run.limit.reschedule(None)
+
+        @asynccontextmanager
+        async def place(request: EngineRequest) -> AsyncGenerator[None]:
+            async with self._engine_places.taken(request.sampling.n, turn=run.turn):
+                if run.limit.when() is None:
+                    run.limit.reschedule(loop.time() + limit)
+                yield
+
         try:
-            return await make_whole_answer(work, engine, builder, prompts_at_once=self._engine.prompts_at_once)
+            return await make_whole_answer(work, engine, builder, place=place)
         except EngineDied:
             self._engine.life.report_dead(engine)
             raise

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class LentEngine:
     """What background work may use: the engine that `life` holds, which serves `model`.
 
-    `decode` turns token ids into text, special tokens included; `prompts_at_once` bounds the prompts of one request
-    that are in the engine together.
+    `decode` turns token ids into text, special tokens included. The engine takes `sequences_at_once`; what it is given
+    beyond them waits in it, first come, first served, and Completions behind it.
     """
 
     model: BaseModel
     life: "EngineLife"
     decode: Callable[[Sequence[int]], str]
-    prompts_at_once: int
+    sequences_at_once: int
 
 
 class BackgroundWork(Protocol):

@@ -22,7 +22,7 @@ from inference.engine.errors import EngineDied, RequestFault
 from inference.wire import CompletionWork, EngineDelta
 from inference.worker.engine_life import EngineLife
 from inference.worker.outbox import ClientStalled, Outboxes, Window
-from inference.worker.whole import generate, make_whole_answer
+from inference.worker.whole import at_most, generate, make_whole_answer
 
 if TYPE_CHECKING:
     from inference.engine.front import InferenceEngine
@@ -203,13 +203,13 @@ class CompletionService:
             if isinstance(item, EngineDelta):
                 await send(shaper.chunk(prompt, item))
 
-        await generate(engine, engine_requests(work), gain, at_once=self._prompts_at_once)
+        await generate(engine, engine_requests(work), gain, place=at_most(self._prompts_at_once))
         if work.include_usage:
             await send(shaper.usage_chunk())
 
     async def _whole(self, work: CompletionWork, engine: "InferenceEngine", running: _Running) -> None:
         builder = running.shaper = AnswerBuilder(work, self._decode)
-        body = await make_whole_answer(work, engine, builder, prompts_at_once=self._prompts_at_once)
+        body = await make_whole_answer(work, engine, builder, place=at_most(self._prompts_at_once))
         await self.outboxes.send_body(running.reply_to, work.request_id, body, running.window)
 
     def _look_for_mark(self, request_id: str, running: _Running) -> None:

@@ -167,7 +167,7 @@ class InferenceWorker:
             model=self.model,
             life=self._life,
             decode=self._tokenizer.decode,
-            prompts_at_once=self._options.max_num_seqs,
+            sequences_at_once=self._options.max_num_seqs,
         )
         self._background = [kind.begin(lent) for kind in kinds_of_background()]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import TYPE_CHECKING
 
 from inference.answers import AnswerBuilder, engine_requests
@@ -18,10 +18,18 @@ ENCODE_HERE_ENTRIES = 2000
 
 # Takes in what the prompt of this number got.
 type Gain = Callable[[int, EngineDelta | CapturedActivations], Awaitable[None]]
+# What a prompt is in while the engine has it: entering it waits for a place.
+type Place = Callable[[EngineRequest], AbstractAsyncContextManager[object]]
+
+
+def at_most(prompts: int) -> Place:
+    """Places for so many prompts of one request side by side."""
+    places = asyncio.Semaphore(prompts)
+    return lambda request: places
 
 
 async def make_whole_answer(
-    work: CompletionWork, engine: "InferenceEngine", builder: AnswerBuilder, *, prompts_at_once: int
+    work: CompletionWork, engine: "InferenceEngine", builder: AnswerBuilder, *, place: Place
 ) -> bytes:
     """The answer to `work` as JSON; `builder` (made for it) counts the tokens on the way.
 
@@ -35,7 +43,7 @@ async def make_whole_answer(
         else:
             captured.append(item)
 
-    await generate(engine, engine_requests(work), gain, at_once=prompts_at_once)
+    await generate(engine, engine_requests(work), gain, place=place)
     activations = None
     if work.capture_layers:
         # An engine generates a token even where the answer has none; it never goes through the model.
@@ -47,17 +55,16 @@ async def make_whole_answer(
     return builder.body()
 
 
-async def generate(engine: "InferenceEngine", requests: Sequence[EngineRequest], gain: Gain, *, at_once: int) -> None:
-    """Run `requests`, `at_once` of them side by side, and give `gain` what each gets, with its number."""
-    if len(requests) == 1:
-        await _run_one(engine, 0, requests[0], gain)
-        return
-    places = asyncio.Semaphore(at_once)
+async def generate(engine: "InferenceEngine", requests: Sequence[EngineRequest], gain: Gain, *, place: Place) -> None:
+    """Run `requests` side by side, each in its `place`, and give `gain` what each gets, with its number."""
 
     async def run(number: int, request: EngineRequest) -> None:
-        async with places:
+        async with place(request):
             await _run_one(engine, number, request, gain)
 
+    if len(requests) == 1:
+        await run(0, requests[0])
+        return
     try:
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(requests):

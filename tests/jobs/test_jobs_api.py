@@ -287,6 +287,19 @@ def test_a_running_job_is_cancelled_at_once_and_its_engine_stops(
     assert (found["live"], found["wrong"]) == (0, 0)
 
 
+def test_a_completion_does_not_wait_behind_the_prompts_of_jobs(client: httpx.Client) -> None:
+    jobs = [submit(client, LONG) for _ in range(5)]
+    for job in jobs:
+        wait_for(client, job["id"], until=("running",))
+    answer = client.post("completions", json=SHORT)
+    assert answer.status_code == 200, answer.text
+    # Behind the three hundred prompts of all five it would come when the last of them ends.
+    still_running = [job for job in jobs if read(client, job["id"])["status"] == "running"]
+    assert len(still_running) >= 2
+    for job in jobs:
+        client.post(f"completion-jobs/{job['id']}/cancel")
+
+
 def test_a_cancel_of_an_ended_job_changes_nothing(client: httpx.Client) -> None:
     job = submit(client, SHORT)
     ended = wait_for(client, job["id"])
