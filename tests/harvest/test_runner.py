@@ -116,8 +116,8 @@ def test_a_runner_that_is_stopped_hands_its_job_back_at_once(harvest_stack: Stac
     wait_until(lambda: len(row(harvest_stack, job)["shards"]) >= 1)
     child = harvest_stack.children["runner"]
     child.record.signal_group(child.record.stop_signal)
-    # Not because its lease ran out: that would be a try, below.
-    wait_until(lambda: row(harvest_stack, job)["status"] == "pending", seconds=60)
+    # Within the ten seconds that a stopped runner has; and not because its lease ran out: that would be a try, below.
+    wait_until(lambda: row(harvest_stack, job)["status"] == "pending", seconds=10)
     harvest_stack.stop("runner")
     assert child.process.returncode == 0
     waiting = read_job(harvest_stack, job["job_id"])
