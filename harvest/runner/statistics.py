@@ -1,6 +1,6 @@
 """Mean, standard deviation and mean norm over a run's tokens, in one pass.
 
-Rows are summed up in small blocks of float32, and the blocks are merged in float64 by Chan, Golub and LeVeque's formula
+Rows are summed up in blocks of float32, and the blocks are merged in float64 by Chan, Golub and LeVeque's formula
 ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), which does not lose digits where
 the mean is large beside the deviation, as naive sums of squares do.
 """
@@ -11,7 +11,7 @@ from typing import Final, Self
 import torch
 from safetensors.torch import load, save
 
-BLOCK_ROWS: Final = 32
+BLOCK_ROWS: Final = 128
 # Fresh memory for every block would cost more than all the sums: the system has to clear it.
 SCRATCH_BYTES: Final = 4 * 1024 * 1024
 
