@@ -46,6 +46,10 @@ STORAGE_PATIENCE_SECONDS: Final = 60.0
 AWAY: Final = (DatabaseError, psycopg.Error)
 
 
+class _NeverBegun(Exception):
+    """The engine died before this Job had a place in it."""
+
+
 class Stop(Enum):
     """Why a run stops before its answer is there."""
 
@@ -209,6 +213,8 @@ class JobRunner:
             # An orderly stop leaves the Job as it was; a cancel charges what was generated.
             tokens = run.tokens if run.stopped is Stop.CANCELLED else None
             return lambda: running.hand_back(job_id=job, owner=owner, tokens=tokens)
+        except _NeverBegun:
+            return lambda: running.hand_back(job_id=job, owner=owner, tokens=None)
         except EngineDied:
             tokens = run.tokens
             return lambda: running.fail_try(job_id=job, owner=owner, tokens=tokens)
@@ -238,12 +244,14 @@ class JobRunner:
         async def place(request: EngineRequest) -> AsyncGenerator[None]:
             async with self._engine_places.taken(request.sampling.n, turn=run.turn):
                 if run.limit.when() is None:
+                    if engine.is_dead:
+                        raise _NeverBegun
                     run.limit.reschedule(loop.time() + limit)
                 yield
 
         try:
             return await make_whole_answer(work, engine, builder, place=place)
-        except EngineDied:
+        except (EngineDied, _NeverBegun):
             self._engine.life.report_dead(engine)
             raise
 

@@ -91,6 +91,32 @@ def test_jobs_of_an_engine_that_dies_run_again(fragile: Stack, client: httpx.Cli
     assert_each_was_charged_once(fragile, user, started, TOKENS_OF_SOME)
 
 
+def test_jobs_that_waited_for_a_place_in_an_engine_that_dies_lose_no_try(
+    fragile: Stack, client: httpx.Client, user: StackUser
+) -> None:
+    # The first has every place that Jobs may have.
+    started = start_some(client, LONG)
+    read_tries = "from jobs.models import CompletionJob; result = sorted(CompletionJob.objects.filter(user_id=user)"
+    counted = read_tries + ".filter(counted_tokens__gt=0).values_list('tries', flat=True))"
+    deadline = time.monotonic() + 30
+    while not fragile.django(counted, user=user.id):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    engine_process(fragile).kill()
+    deadline = time.monotonic() + 30
+    while not any(tries := fragile.django(read_tries + ".values_list('tries', flat=True))", user=user.id)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for job in started:
+        client.post(f"completion-jobs/{job['id']}/cancel")
+    for job in started:
+        wait_for(client, job["id"], until=("cancelled",))
+    tries = fragile.django(read_tries + ".values_list('tries', flat=True))", user=user.id)
+    assert tries == [0, 0, 1]
+    found = money(fragile, user)
+    assert (found["held"], found["live"], found["wrong"]) == (0, 0, 0)
+
+
 @pytest.mark.long
 def test_jobs_that_wait_for_each_other_in_the_engine_are_not_late(
     fragile: Stack, client: httpx.Client, user: StackUser
