@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = structlog.get_logger(__name__)
 
-# An answer within this time says itself that a worker has the request.
-TAKEN_AFTER_SECONDS = 0.005
+# An answer within this time says itself that a worker has the request; nobody misses the word for seconds.
+TAKEN_AFTER_SECONDS = 0.05
 CANCELS_REMEMBERED = 10_000
 ENDS_REMEMBERED = 10_000
 # What a request has counted is left in Redis this often while it runs, for when this worker or its API process dies.
