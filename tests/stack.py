@@ -137,9 +137,9 @@ class Stack:
 
     def end_console(self) -> None:
         """End the process of `django`; the next call starts another."""
-        if self._console and self._console.stdin:
-            self._console.stdin.close()
-            self._console.wait()
+        if self._console is not None:
+            # Closes its pipes too.
+            self._console.communicate()
             self._console = None
 
     def new_user(self, **limits: int | None) -> StackUser:
