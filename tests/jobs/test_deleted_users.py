@@ -1,25 +1,27 @@
 """A User is deleted in the admin with all that is theirs, and never under work that runs."""
 
 import threading
-import uuid
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db import connection
+from django.db import connection, transaction
 from django.db.models.signals import pre_delete
 from django.test import Client
 
 from accounts.models import ApiKey, User
-from budgets.models import Budget, Hold, LedgerEntry
+from acsinfra.core.errors import ApiError, ErrorCode
+from budgets.models import Budget, Hold, KeyUse, LedgerEntry
+from budgets.services import check_room
 from harvest.models import FilesToDelete, HarvestCorpus, HarvestJob
 from harvest.services import cancel_harvest, submit_harvest
 from inference.models import BaseModel
 from jobs.models import CompletionJob, JobRequest
 from jobs.services import cancel_job
 from tests.harvest.conftest import plan_for
-from tests.jobs.conftest import claimed, submit
+from tests.jobs.conftest import claim, claimed, submit
 
 pytestmark = pytest.mark.django_db
 
@@ -85,30 +87,97 @@ def test_who_stands_in_the_audit_log_is_not_deleted(operator: Client, user: User
     assert User.objects.filter(pk=myself.pk).exists()
 
 
+class Meanwhile:
+    """Does something on a connection of its own, from just before the User is deleted; keeps what came of it."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+        self._thread = threading.Thread(target=self._run)
+        self.came: object = None
+
+    def begin(self, **_: Any) -> None:
+        self._thread.start()
+        # What would not wait is over by then.
+        self._thread.join(timeout=0.3)
+
+    def _run(self) -> None:
+        try:
+            self.came = self._act()
+        except ApiError as error:
+            self.came = error.code
+        finally:
+            connection.close()
+
+    def end(self) -> object:
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+        return self.came
+
+
 @pytest.fixture
-def busy_user(user: User, model: BaseModel) -> Iterator[list[uuid.UUID]]:
-    """Have the User submit a Job, on a connection of its own, once what goes with them has been read."""
-    submitted: list[uuid.UUID] = []
+def delete_meanwhile(operator: Client, user: User) -> Iterator[Callable[[Callable[[], object]], object]]:
+    """Delete `user`, something going on at the same time, and return what came of that."""
 
-    def submit_elsewhere() -> None:
-        submitted.append(submit(user, None, model).pk)
-        connection.close()
+    def delete(act: Callable[[], object]) -> object:
+        meanwhile = Meanwhile(act)
+        pre_delete.connect(meanwhile.begin, sender=User, weak=False, dispatch_uid="meanwhile")
+        answer = operator.post(page_of(user), {"post": "yes"}, follow=True)
+        assert "was deleted successfully" in answer.text
+        assert not any(rows_of(user.pk).values())
+        return meanwhile.end()
 
-    def on_delete(sender: Any, instance: Any, **_: Any) -> None:
-        thread = threading.Thread(target=submit_elsewhere)
-        thread.start()
-        thread.join(timeout=20)
-
-    pre_delete.connect(on_delete, sender=User, weak=False, dispatch_uid="busy user")
-    yield submitted
-    pre_delete.disconnect(sender=User, dispatch_uid="busy user")
+    yield delete
+    pre_delete.disconnect(sender=User, dispatch_uid="meanwhile")
 
 
 @pytest.mark.django_db(transaction=True)
-def test_work_that_begins_meanwhile_keeps_its_user(operator: Client, user: User, busy_user: list[uuid.UUID]) -> None:
-    answer = operator.post(page_of(user), {"post": "yes"}, follow=True)
-    assert answer.status_code == 200
+def test_what_a_user_sends_while_they_are_deleted_is_refused(
+    user: User, key: ApiKey, model: BaseModel, delete_meanwhile: Callable[[Callable[[], object]], object]
+) -> None:
+    came = delete_meanwhile(lambda: submit(user, key, model))
+    assert came == ErrorCode.INVALID_API_KEY
+
+
+@pytest.mark.django_db(transaction=True)
+def test_no_worker_takes_a_job_whose_user_is_being_deleted(
+    user: User, key: ApiKey, model: BaseModel, delete_meanwhile: Callable[[Callable[[], object]], object]
+) -> None:
+    submit(user, key, model)
+    assert delete_meanwhile(lambda: claim(model)) is None
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_deletion_that_stands_in_another_s_way_says_so(operator: Client, user: User, key: ApiKey) -> None:
+    check_room(user=user, api_key=key, tokens=1)
+    has_locked = threading.Event()
+
+    def lock_the_other_way_round() -> None:
+        with transaction.atomic():
+            list(KeyUse.objects.select_for_update())
+            has_locked.set()
+            give_up_at = time.monotonic() + 10
+            while not rows_in("SELECT pid FROM pg_locks WHERE NOT granted") and time.monotonic() < give_up_at:
+                time.sleep(0.01)
+            list(Budget.objects.select_for_update())
+        connection.close()
+
+    other = threading.Thread(target=lock_the_other_way_round)
+    other.start()
+    assert has_locked.wait(10)
+    # Whoever waits the longest is looked at first, and is stopped.
+    rows_in("SELECT set_config('deadlock_timeout', '100ms', false)")
+    try:
+        answer = operator.post(page_of(user), {"post": "yes"}, follow=True)
+    finally:
+        other.join(timeout=20)
+        rows_in("SELECT set_config('deadlock_timeout', '1s', false)")
     assert "Nothing was deleted" in answer.text
-    assert len(busy_user) == 1
-    assert CompletionJob.objects.filter(pk=busy_user[0], user=user).exists()
+    assert User.objects.filter(pk=user.pk).exists()
     assert not LogEntry.objects.exists()
+
+
+def rows_in(query: str) -> list[Any]:
+    """Run `query` on this thread's connection."""
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        return list(cursor.fetchall())
