@@ -5,21 +5,18 @@ from typing import Any
 
 from django import forms
 from django.conf import settings
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.contrib.admin.models import LogEntry
-from django.contrib.admin.utils import unquote
 from django.contrib.auth.forms import UserChangeForm
-from django.db import IntegrityError, OperationalError, transaction
 from django.db.models import CASCADE, QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
-from psycopg.errors import DeadlockDetected
 
 from accounts.admin import ApiKeyAdmin, UserAdmin
 from accounts.models import ApiKey, User
-from acsinfra.core.admin import ReadOnly, words_of
+from acsinfra.core.admin import ReadOnly, lock_rows, words_of
 from acsinfra.core.leases import LeasedWork
 from budgets.limits import apply_key_cap, set_monthly_tokens
 from budgets.models import Budget, Hold, KeyUse, LedgerEntry, MonthlyLimit
@@ -127,44 +124,20 @@ class BudgetedUserAdmin(UserAdmin):
             in_the_way.append("what they did as an operator stands in the audit log: suspend them instead")
         return [f"{user}, with all that is counted above and its files"], _belongings(user), set(), in_the_way
 
-    def delete_view(
-        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
-    ) -> HttpResponse:
-        """Django's, under locks: what the User sends meanwhile waits, and finds its key gone."""
-        try:
-            with transaction.atomic():
-                if request.method == "POST" and (user := self.get_object(request, unquote(object_id))) is not None:
-                    _lock_with_work(user)
-                return super().delete_view(request, object_id, extra_context)
-        except (IntegrityError, OperationalError) as error:
-            if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
-                raise
-            messages.error(request, "Nothing was deleted: the User's work went on meanwhile. Suspend the User first.")
-            return HttpResponseRedirect(reverse("admin:accounts_user_change", args=[object_id]))
+    def lock_for_deletion(self, obj: User) -> None:
+        """Lock the User and what their requests and workers lock, in the order in which those do.
 
-
-def _lock_with_work(user: User) -> None:
-    """Lock the User and what their requests and workers lock, in the order in which those do.
-
-    Django deletes in an order of its own (the use of a key before its Budget, say), and a request of the User and the
-    deletion would wait for each other.
-    """
-    for relation in User._meta.related_objects:
-        work: Any = relation.related_model
-        if issubclass(work, LeasedWork):
-            _lock(work._default_manager.filter(user=user, status__in=(work.WAITING, work.RUNNING)))
-    locked: tuple[QuerySet[Any], ...] = (
-        User.objects.filter(pk=user.pk),
-        ApiKey.objects.filter(user=user),
-        Budget.objects.filter(user=user),
-        KeyUse.objects.filter(budget__user=user),
-    )
-    for rows in locked:
-        _lock(rows)
-
-
-def _lock(rows: QuerySet[Any]) -> None:
-    list(rows.select_for_update(of=("self",)).order_by("pk").values_list("pk", flat=True))
+        Django deletes in an order of its own (the use of a key before its Budget, say), and a request of the User and
+        the deletion would wait for each other. What the User sends meanwhile waits, and finds its key gone.
+        """
+        for relation in User._meta.related_objects:
+            work: Any = relation.related_model
+            if issubclass(work, LeasedWork):
+                lock_rows(work._default_manager.filter(user=obj, status__in=(work.WAITING, work.RUNNING)))
+        lock_rows(User.objects.filter(pk=obj.pk))
+        lock_rows(ApiKey.objects.filter(user=obj))
+        lock_rows(Budget.objects.filter(user=obj))
+        lock_rows(KeyUse.objects.filter(budget__user=obj))
 
 
 def _belongings(user: User) -> dict[str, int]:

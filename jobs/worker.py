@@ -68,6 +68,7 @@ class _Run:
     task: "asyncio.Task[None] | None" = None
     builder: AnswerBuilder | None = None
     stopped: Stop | None = None
+    has_begun: bool = False
     is_ending: bool = False
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
 
@@ -81,11 +82,19 @@ class _Run:
         """What goes with the lease."""
         return Count(id=self.job.id, owner=self.job.owner, tokens=self.tokens)
 
+    def begin(self) -> None:
+        """Note that its task runs; CancelledError where it was stopped before."""
+        self.has_begun = True
+        if self.stopped is not None:
+            raise asyncio.CancelledError
+
     def stop(self, why: Stop) -> None:
         """Stop in the engine, unless its end is being written: that sees by itself what the row says."""
         if self.stopped is None and not self.is_ending and self.task is not None:
             self.stopped = why
-            self.task.cancel()
+            # A task that is cancelled before its first step never runs: nobody would write the Job's end.
+            if self.has_begun:
+                self.task.cancel()
 
 
 class JobRunner:
@@ -202,6 +211,7 @@ class JobRunner:
         # not take them with it three times.
         turn = self._suspects if run.job.tries else nullcontext()
         try:
+            run.begin()
             async with turn, run.limit:
                 body = await self._complete(run)
         except asyncio.CancelledError:

@@ -12,19 +12,22 @@ from typing import Any, ClassVar, Final
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.utils import unquote
 from django.contrib.admin.widgets import AutocompleteSelect
 from django.contrib.auth import get_user_model
 from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
-from django.db import transaction
+from django.db import IntegrityError, OperationalError, transaction
 from django.db.models import ForeignKey, Model, Q, QuerySet
 from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.http.response import HttpResponseBase
 from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils import timezone
 from django.utils.functional import cached_property
 from django.utils.text import capfirst
+from psycopg.errors import DeadlockDetected
 
 from acsinfra.core.errors import ApiError
 
@@ -120,6 +123,26 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
             return HttpResponseRedirect(request.get_full_path())
         return super().response_action(request, queryset, action_location=action_location)
 
+    def lock_for_deletion(self, obj: M) -> None:
+        """Lock what goes with `obj` in the order in which others do, for a deletion that Django would do in its own."""
+
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Django's, without its server error where work began meanwhile that needs the row, or locks it."""
+        try:
+            with transaction.atomic():
+                if request.method == "POST" and (obj := self.get_object(request, unquote(object_id))) is not None:
+                    self.lock_for_deletion(obj)
+                return super().delete_view(request, object_id, extra_context)
+        except (IntegrityError, OperationalError) as error:
+            if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
+                raise
+            messages.error(request, "Nothing was deleted: work that needs it went on meanwhile. Stop that first.")
+            return HttpResponseRedirect(
+                reverse(f"admin:{self.opts.app_label}_{self.opts.model_name}_change", args=[object_id])
+            )
+
     def construct_change_message(  # type: ignore[override]
         self, request: HttpRequest, form: ModelForm[Any], formsets: Any, add: bool = False
     ) -> Any:
@@ -127,6 +150,11 @@ class PlatformAdmin[M: Model](admin.ModelAdmin[M]):
         if add or not form.changed_data or any(formset.has_changed() for formset in formsets or ()):
             return super().construct_change_message(request, form, formsets, add)  # type: ignore[arg-type]
         return "; ".join(_change(form, name) for name in form.changed_data) + "."
+
+
+def lock_rows(rows: QuerySet[Any]) -> None:
+    """Lock each of `rows` until the transaction ends."""
+    list(rows.select_for_update(of=("self",)).order_by("pk").values_list("pk", flat=True))
 
 
 def words_of(name: str) -> str:

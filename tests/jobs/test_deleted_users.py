@@ -14,7 +14,6 @@ from django.test import Client
 from accounts.models import ApiKey, User
 from acsinfra.core.errors import ApiError, ErrorCode
 from budgets.models import Budget, Hold, KeyUse, LedgerEntry
-from budgets.services import check_room
 from harvest.models import FilesToDelete, HarvestCorpus, HarvestJob
 from harvest.services import cancel_harvest, submit_harvest
 from inference.models import BaseModel
@@ -147,18 +146,23 @@ def test_no_worker_takes_a_job_whose_user_is_being_deleted(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_deletion_that_stands_in_another_s_way_says_so(operator: Client, user: User, key: ApiKey) -> None:
-    check_room(user=user, api_key=key, tokens=1)
+@pytest.mark.parametrize("kind", ["user", "apikey"])
+def test_a_deletion_that_stands_in_another_s_way_says_so(
+    operator: Client, user: User, key: ApiKey, model: BaseModel, kind: str
+) -> None:
+    submit(user, key, model)
     has_locked = threading.Event()
+    # What a User's deletion, and a key's, come to first, and what they come to next.
+    first, next_rows = (KeyUse, Budget) if kind == "user" else (CompletionJob, KeyUse)
 
     def lock_the_other_way_round() -> None:
         with transaction.atomic():
-            list(KeyUse.objects.select_for_update())
+            list(first._default_manager.select_for_update())
             has_locked.set()
             give_up_at = time.monotonic() + 10
             while not rows_in("SELECT pid FROM pg_locks WHERE NOT granted") and time.monotonic() < give_up_at:
                 time.sleep(0.01)
-            list(Budget.objects.select_for_update())
+            list(next_rows._default_manager.select_for_update())
         connection.close()
 
     other = threading.Thread(target=lock_the_other_way_round)
@@ -166,13 +170,14 @@ def test_a_deletion_that_stands_in_another_s_way_says_so(operator: Client, user:
     assert has_locked.wait(10)
     # Whoever waits the longest is looked at first, and is stopped.
     rows_in("SELECT set_config('deadlock_timeout', '100ms', false)")
+    deleted = user if kind == "user" else key
     try:
-        answer = operator.post(page_of(user), {"post": "yes"}, follow=True)
+        answer = operator.post(f"/admin/accounts/{kind}/{deleted.pk}/delete/", {"post": "yes"}, follow=True)
     finally:
         other.join(timeout=20)
         rows_in("SELECT set_config('deadlock_timeout', '1s', false)")
     assert "Nothing was deleted" in answer.text
-    assert User.objects.filter(pk=user.pk).exists()
+    assert type(deleted)._default_manager.filter(pk=deleted.pk).exists()
     assert not LogEntry.objects.exists()
 
 

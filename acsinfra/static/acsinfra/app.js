@@ -64,31 +64,3 @@ document.addEventListener("change", (event) => {
   const form = event.target.closest("form[data-submit-on-change]");
   if (form) form.requestSubmit();
 });
-
-// What renews itself keeps still under a pressed button or finger, whose click would be lost, and under selected text;
-// it comes again soon.
-let isPressed = false;
-document.addEventListener("pointerdown", () => { isPressed = true; }, true);
-for (const end of ["pointerup", "pointercancel"]) {
-  // The click comes after it.
-  document.addEventListener(end, () => setTimeout(() => { isPressed = false; }), true);
-}
-
-function isHeld(element) {
-  const selection = document.getSelection();
-  return isPressed || (!selection.isCollapsed && selection.containsNode(element, true));
-}
-
-document.addEventListener("htmx:beforeSwap", (event) => {
-  const trigger = event.detail.target.getAttribute("hx-trigger") ?? "";
-  if (trigger.startsWith("every") && isHeld(event.detail.target)) event.detail.shouldSwap = false;
-});
-
-// A part that was asked for after the session had ended is the sign-in page: show it as a page, not inside this one.
-document.addEventListener("htmx:beforeSwap", (event) => {
-  const url = event.detail.xhr.responseURL;
-  if (url && new URL(url).pathname === "/app/sign-in") {
-    event.detail.shouldSwap = false;
-    location.reload();
-  }
-});
