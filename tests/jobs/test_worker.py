@@ -41,7 +41,12 @@ async def test_a_job_that_is_stopped_as_it_is_claimed_does_not_stay_behind(
     runner = JobRunner(LentEngine(model=model, life=cast("Any", life), decode=str, sequences_at_once=1))
     # The worker looks for more in the very step in which it began the Job, whose task has not run yet.
     looks = itertools.count(1)
-    life.on_look = lambda: next(looks) == 2 and runner.cancel(job.request_id)
+
+    def stop_at_the_second() -> None:
+        if next(looks) == 2:
+            runner.cancel(job.request_id)
+
+    life.on_look = stop_at_the_second
 
     async def until(**row: object) -> None:
         for _ in range(1000):
