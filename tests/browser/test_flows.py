@@ -131,14 +131,30 @@ def test_a_list_that_renews_itself_keeps_focus_click_and_selection(
     renewed()
     assert page.evaluate("getSelection().toString()") == "tiny"
     page.evaluate("getSelection().empty()")
+    # The menu of the second button keeps the end of the press for itself, and another window that of the first.
+    for button in (2, 0):
+        page.locator("#jobs").evaluate("(list) => { list.dataset.old = 'yes'; }")
+        link.dispatch_event("pointerdown", {"button": button, "buttons": 1 << button, "isPrimary": True})
+        page.mouse.move(400, 400 + button)
+        expect(page.locator("#jobs[data-old]")).to_have_count(0)
     link.hover()
     page.mouse.down()
     renewed()
     page.mouse.up()
     page.wait_for_url(f"**/app/jobs/{jobs[0]['id']}")
+    # A job's page is loaded anew at its end, and not under a press either.
+    copy = page.get_by_role("button", name="Copy: the id")
+    copy.hover()
+    page.mouse.down()
     with inference_stack.client(as_user(person)) as client:
         for job in jobs:
             client.post(f"completion-jobs/{job['id']}/cancel")
+    for _ in range(2):
+        with page.expect_response(lambda answer: "hx-refresh" in answer.headers):
+            pass
+    page.mouse.up()
+    expect(page.get_by_text("Copied").first).to_be_visible()
+    expect(page.locator(".badge")).to_have_text("cancelled")
 
 
 def test_a_running_job_is_cancelled(page: Page, person: Person, inference_stack: Stack) -> None:
