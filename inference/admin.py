@@ -1,15 +1,17 @@
 """Base models and engines in the admin. A model's facts are read from its checkpoint when it is saved."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from django import forms
 from django.conf import settings
 from django.contrib import admin
 from django.core.exceptions import ValidationError
+from django.db.models import PROTECT, QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
 
-from acsinfra.core.admin import PlatformAdmin, ReadOnly, operator_action
+from acsinfra.core.admin import COUNTED_AT_MOST, PlatformAdmin, ReadOnly, operator_action, words_of
 from inference.checkpoints import CheckpointError, checkpoint_folder, read_checkpoint_facts
 from inference.engine_args import ALLOWED
 from inference.models import BaseModel, Engine
@@ -109,6 +111,23 @@ class BaseModelAdmin(PlatformAdmin[BaseModel]):
     def get_readonly_fields(self, request: HttpRequest, obj: BaseModel | None = None) -> tuple[str, ...]:
         """Keep the name of a model: requests, queues and jobs are called by it."""
         return FACTS if obj is None else ("name", *FACTS)
+
+    def get_deleted_objects(
+        self, objs: Sequence[BaseModel] | QuerySet[BaseModel], request: HttpRequest
+    ) -> tuple[list[Any], dict[str, int], set[str], list[str]]:
+        """What stands in the way of a deletion, counted: Django would read every Job of the model, and list it."""
+        (model,) = objs
+        in_the_way = []
+        for relation in BaseModel._meta.related_objects:
+            rows: Any = relation.related_model
+            if relation.on_delete is not PROTECT and rows is not Engine:
+                continue
+            found = rows._default_manager.filter(base_model=model).order_by()[: COUNTED_AT_MOST + 1].count()
+            if found:
+                count = f"more than {COUNTED_AT_MOST:,}" if found > COUNTED_AT_MOST else f"{found:,}"
+                instead = "stop them first" if rows is Engine else "switch the model off instead"
+                in_the_way.append(f"{words_of(str(rows._meta.verbose_name_plural))}: {count}; {instead}")
+        return [f"{model}, with what was read from its checkpoint"], {"Base models": 1}, set(), in_the_way
 
     def save_model(self, request: HttpRequest, obj: BaseModel, form: Any, change: bool) -> None:
         """Save through the services."""

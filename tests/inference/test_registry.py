@@ -389,6 +389,12 @@ def test_the_admin_adds_changes_and_switches_a_model(operator: Client, tiny_mode
     assert not BaseModel.objects.get().is_enabled
     services.register_engine(model=model, kind=Engine.Kind.RUNNER)
     assert "runner" in operator.get("/admin/inference/engine/").content.decode()
+    delete = f"/admin/inference/basemodel/{model.pk}/delete/"
+    assert "Engines: 1; stop them first" in operator.get(delete).content.decode()
+    operator.post(delete, {"post": "yes"})
+    Engine.objects.all().delete()
+    operator.post(delete, {"post": "yes"})
+    assert not BaseModel.objects.exists()
     assert operator.get("/admin/inference/engine/add/").status_code == 403
 
 

@@ -68,6 +68,9 @@ def test_a_deleted_user_s_work_money_and_files_go_too(
     for counted in ("Completion Jobs: 2", "Harvest jobs: 1", "API keys: 1", "Ledger entries: 1", "Holds: 2"):
         assert counted in asked
     assert str(waiting.pk) not in asked
+    of_the_model = operator.get(f"/admin/inference/basemodel/{model.pk}/delete/").content.decode()
+    assert "Completion Jobs: 2; switch the model off instead" in of_the_model
+    assert str(waiting.pk) not in of_the_model
     answer = operator.post(page_of(user), {"post": "yes"}, follow=True)
     assert "was deleted successfully" in answer.text
     assert rows_of(user.pk) == {"users": 0, "keys": 0, "jobs": 0, "harvests": 0, "holds": 0}
