@@ -137,17 +137,26 @@ def test_a_list_that_renews_itself_keeps_focus_click_and_selection(
         link.dispatch_event("pointerdown", {"button": button, "buttons": 1 << button, "isPrimary": True})
         page.mouse.move(400, 400 + button)
         expect(page.locator("#jobs[data-old]")).to_have_count(0)
+    for width in (390, 660, 768):
+        page.set_viewport_size({"width": width, "height": 800})
+        too_wide = """() => {
+            document.querySelector("td[data-label=Model]").textContent = "M".repeat(100);
+            return document.documentElement.scrollWidth > innerWidth;
+        }"""
+        assert not page.evaluate(too_wide)
+    page.set_viewport_size(DESKTOP)
     link.hover()
     page.mouse.down()
     renewed()
     page.mouse.up()
     page.wait_for_url(f"**/app/jobs/{jobs[0]['id']}")
-    # A job's page is loaded anew at its end, and not under a press either.
-    copy = page.get_by_role("button", name="Copy: the id")
-    copy.hover()
-    page.mouse.down()
+    # A job's page is loaded anew at its end, and not under a press either. The last one waits for the others.
     with inference_stack.client(as_user(person)) as client:
-        for job in jobs:
+        jobs += [submit(client, LONG) for _ in range(5)]
+        page.goto(f"/app/jobs/{jobs[-1]['id']}")
+        page.get_by_role("button", name="Copy: the id").hover()
+        page.mouse.down()
+        for job in reversed(jobs):
             client.post(f"completion-jobs/{job['id']}/cancel")
     for _ in range(2):
         with page.expect_response(lambda answer: "hx-refresh" in answer.headers):
