@@ -30,7 +30,7 @@ from inference.worker.whole import make_whole_answer
 from jobs import running
 from jobs.engine_places import EnginePlaces
 from jobs.running import ClaimedJob, Count
-from jobs.services import Answer, job_failed
+from jobs.services import TRIES_AT_MOST, Answer, job_failed
 
 logger = structlog.get_logger(__name__)
 
@@ -207,9 +207,9 @@ class JobRunner:
     async def _outcome(self, run: _Run) -> Callable[[], object]:
         """Run a Job, and return what writes its end."""
         job, owner = run.job.id, run.job.owner
-        # One of the Jobs whose engine died may be what kills it: each of them runs without the others, so that it does
-        # not take them with it three times.
-        turn = self._suspects if run.job.tries else nullcontext()
+        # One of the Jobs whose engine died may be what kills it: their last tries are made one after the other, so that
+        # it does not take the others with it. Earlier ones run side by side, because most deaths are nobody's fault.
+        turn = self._suspects if run.job.tries >= TRIES_AT_MOST - 1 else nullcontext()
         try:
             run.begin()
             async with turn, run.limit:

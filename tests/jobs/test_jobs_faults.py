@@ -27,7 +27,8 @@ set_enabled(model=BaseModel.objects.get(name="tiny"), enabled=enabled)
 TOKENS_OF_SOME = 8 * (3 + 400)
 ROWS = """
 from jobs.models import CompletionJob
-result = [[str(job.pk), job.counted_tokens, job.tries] for job in CompletionJob.objects.filter(user_id=user)]
+jobs = CompletionJob.objects.filter(user_id=user)
+result = [[str(job.pk), job.counted_tokens, job.tries, job.status] for job in jobs]
 """
 
 
@@ -92,20 +93,38 @@ def test_jobs_of_an_engine_that_dies_run_again_and_those_in_line_lose_no_try(
     fragile: Stack, client: httpx.Client, user: StackUser
 ) -> None:
     # The first has every place that Jobs may have.
-    first = submit(client, LONG | {"max_tokens": 300})
+    first = submit(client, LONG)
     deadline = time.monotonic() + 30
-    while not any(counted for _, counted, _ in fragile.django(ROWS, user=user.id)):
+    while not any(counted for _, counted, _, _ in fragile.django(ROWS, user=user.id)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     in_line = start_some(client, count=2)
     engine_process(fragile).kill()
     assert [result_of(client, job["id"]).status_code for job in (first, *in_line)] == [200] * 3
-    tries = {job_id: tries for job_id, _, tries in fragile.django(ROWS, user=user.id)}
+    tries = {job_id: tries for job_id, _, tries, _ in fragile.django(ROWS, user=user.id)}
     assert tries == {first["id"]: 1} | dict.fromkeys((job["id"] for job in in_line), 0)
     found = money(fragile, user)
-    charges = {first["id"]: 60 * (3 + 300)} | dict.fromkeys((job["id"] for job in in_line), TOKENS_OF_SOME)
+    charges = {first["id"]: 60 * (3 + 480)} | dict.fromkeys((job["id"] for job in in_line), TOKENS_OF_SOME)
     assert found["charges"] == charges
     assert (found["used"], found["held"], found["live"], found["wrong"]) == (sum(charges.values()), 0, 0, 0)
+
+
+@pytest.mark.long
+def test_jobs_whose_engine_died_twice_make_their_last_try_one_after_the_other(
+    fragile: Stack, client: httpx.Client, user: StackUser
+) -> None:
+    jobs = [submit(client, SOME) for _ in range(3)]
+    for deaths in range(2):
+        deadline = time.monotonic() + 60
+        while not all(row[2:] == [deaths, "running"] for row in fragile.django(ROWS, user=user.id)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # All are in the engine by then.
+        time.sleep(0.3)
+        engine_process(fragile).kill()
+    assert [result_of(client, job["id"]).status_code for job in jobs] == [200] * 3
+    assert [tries for _, _, tries, _ in fragile.django(ROWS, user=user.id)] == [2] * 3
+    assert_each_was_charged_once(fragile, user, jobs, TOKENS_OF_SOME)
 
 
 @pytest.mark.long
