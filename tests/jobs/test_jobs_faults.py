@@ -110,7 +110,7 @@ def test_jobs_of_an_engine_that_dies_run_again_and_those_in_line_lose_no_try(
 
 
 @pytest.mark.long
-def test_jobs_whose_engine_died_twice_make_their_last_try_one_after_the_other(
+def test_jobs_whose_engine_died_twice_end_right_at_their_last_try(
     fragile: Stack, client: httpx.Client, user: StackUser
 ) -> None:
     jobs = [submit(client, SOME) for _ in range(3)]
