@@ -27,7 +27,7 @@ from acsinfra.core.threads import in_thread_if
 from budgets.spend import require_spending_async
 from harvest import selectors, services
 from harvest.models import HarvestJob
-from harvest.plans import plan_harvest
+from harvest.plans import HarvestPlan, plan_harvest
 from harvest.schema import (
     CANCEL_HARVEST,
     CREATE_HARVEST,
@@ -65,11 +65,10 @@ class HarvestsView(ApiView):
         await require_spending_async()
         user, key = _caller(request)
         try:
-            job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan, request=once)
+            # Shielded: a client that leaves cancels the view, and the job must end when no runner comes.
+            job = await asyncio.shield(asyncio.create_task(_submit(user, key, plan, once), name="submit-harvest"))
         except services.AlreadySubmitted as already:
             return Response(await _answer(request, already.job_id))
-        if job.runner_due_at is not None:
-            await _wait_for_runner(job)
         answer = job_as_json(job, base_url=base_url(request._request))
         return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
 
@@ -150,12 +149,15 @@ def _caller(request: Request) -> tuple[User, ApiKey]:
     return cast("User", request.user), cast("ApiKey", request.auth)
 
 
-async def _wait_for_runner(job: HarvestJob) -> None:
-    """Wait for a runner of the model within the grace; without one the job ends, and `503 harvest_unavailable`.
+async def _submit(user: User, key: ApiKey, plan: HarvestPlan, once: IdempotentRequest | None) -> HarvestJob:
+    """Submit the job, and wait for a runner of its model within the grace when none is there.
 
-    Shielded: whether or not the client waits for it, the job must end when no runner comes.
+    Without one the job ends, and `503 harvest_unavailable`.
     """
-    await asyncio.shield(asyncio.create_task(_require_runner(job), name="require-runner"))
+    job = await database_step(services.submit_harvest, user=user, api_key=key, plan=plan, request=once)
+    if job.runner_due_at is not None:
+        await _require_runner(job)
+    return job
 
 
 async def _require_runner(job: HarvestJob) -> None:

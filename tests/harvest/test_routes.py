@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from django.db import connection, transaction
 from django.db.models.functions import Now
 from pytest_django import Settings
 from redis import Redis
 
-from accounts.models import ApiKey
+from accounts.models import ApiKey, User
 from acsinfra.core.courier import close_shared_courier, shared_courier
 from budgets.limits import set_monthly_tokens
 from budgets.models import SpendLimit
@@ -159,8 +160,9 @@ def test_without_a_runner_the_job_is_kept_as_failed(client: httpx.Client, settin
     assert job["completed_at"] is not None
 
 
+@pytest.mark.parametrize("leaves", ["before the submit's end", "after it"])
 def test_without_a_runner_the_job_ends_also_when_its_client_has_left(
-    server: LiveServer, key_and_text: tuple[ApiKey, str], settings: Settings, tiny: BaseModel
+    server: LiveServer, key_and_text: tuple[ApiKey, str], settings: Settings, tiny: BaseModel, leaves: str
 ) -> None:
     settings.RUNNER_GRACE /= 15
     Engine.objects.all().delete()
@@ -168,17 +170,37 @@ def test_without_a_runner_the_job_ends_also_when_its_client_has_left(
     head = f"POST /v1/harvest HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key_and_text[1]}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     deadline = time.monotonic() + 60
-    with server.connect() as leaves:
-        leaves.sendall((head + body).encode())
-        while not HarvestJob.objects.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    job = HarvestJob.objects.get()
-    assert job.status == HarvestJob.Status.PENDING
+    with server.connect() as client:
+        if leaves == "after it":
+            client.sendall((head + body).encode())
+            while not HarvestJob.objects.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        else:
+            # A submit locks the User first.
+            with transaction.atomic():
+                User.objects.select_for_update().get(pk=key_and_text[0].user_id)
+                client.sendall((head + body).encode())
+                while not is_waited_for():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                client.close()
+                # The server sees it well before that.
+                time.sleep(1)
+    while not (job := HarvestJob.objects.first()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     while job.status == HarvestJob.Status.PENDING and time.monotonic() < deadline:
         time.sleep(0.2)
         job.refresh_from_db()
     assert (job.status, job.tokens) == (HarvestJob.Status.FAILED, 0)
+
+
+def is_waited_for() -> bool:
+    """Whether another transaction waits for a lock of this one."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM pg_locks WHERE NOT granted AND transactionid = pg_current_xact_id()::xid")
+        return cursor.fetchone() is not None
 
 
 def test_a_silent_runner_is_none(client: httpx.Client, settings: Settings) -> None:
