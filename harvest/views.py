@@ -27,7 +27,7 @@ from acsinfra.core.threads import in_thread_if
 from budgets.spend import require_spending_async
 from harvest import selectors, services
 from harvest.models import HarvestJob
-from harvest.plans import HarvestPlan, plan_harvest
+from harvest.plans import plan_harvest
 from harvest.schema import (
     CANCEL_HARVEST,
     CREATE_HARVEST,
@@ -149,7 +149,7 @@ def _caller(request: Request) -> tuple[User, ApiKey]:
     return cast("User", request.user), cast("ApiKey", request.auth)
 
 
-async def _submit(user: User, key: ApiKey, plan: HarvestPlan, once: IdempotentRequest | None) -> HarvestJob:
+async def _submit(user: User, key: ApiKey, plan: services.HarvestPlan, once: IdempotentRequest | None) -> HarvestJob:
     """Submit the job, and wait for a runner of its model within the grace when none is there.
 
     Without one the job ends, and `503 harvest_unavailable`.
