@@ -21,6 +21,8 @@ from inference.engine.tap import install_taps
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+    from inference.engine.float32_products import multiply_in_float32
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -30,6 +32,8 @@ class ResidualStreamWorker(PlatformWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model and put a tap behind each decoder block. Raises `LookupError` for an unknown shape."""
+        if current_platform.is_cpu():
+            multiply_in_float32(kv_cache_bytes=self.cache_config.kv_cache_memory_bytes or 0)
         super().load_model(**kwargs)
         # An engine core in a process of its own; vLLM ends the further ranks of one by itself.
         if multiprocessing.current_process().name.startswith("EngineCore"):

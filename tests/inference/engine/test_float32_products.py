@@ -1,0 +1,75 @@
+"""Which linear layers multiply in float32, and what their products are."""
+
+import psutil
+import pytest
+import torch
+from vllm.model_executor.layers import utils
+
+from inference.engine import float32_products
+from inference.engine.float32_products import multiply_in_float32
+
+
+@pytest.fixture(autouse=True)
+def choices(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
+    """Return the layers that were left to vLLM; on any CPU, 16-bit weights pass for slow here."""
+    left: list[torch.nn.Module] = []
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    monkeypatch.setattr(float32_products, "_choose_of_vllm", lambda layer, _remove_weight: left.append(layer))
+    monkeypatch.setattr(float32_products, "_is_slow", lambda dtype: dtype != torch.float32)
+    return left
+
+
+def layer_of(dtype: torch.dtype, *, bias: bool = False) -> torch.nn.Linear:
+    torch.manual_seed(7)
+    return torch.nn.Linear(96, 80, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (37,), (3, 5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_float32_s_rounded_to_the_dtype(
+    choices: list[torch.nn.Module], dtype: torch.dtype, shape: tuple[int, ...], bias: bool
+) -> None:
+    layer = layer_of(dtype, bias=bias)
+    x = torch.randn(*shape, 96, dtype=dtype)
+    wide_bias = layer.bias.double() if bias else None
+    truth = torch.nn.functional.linear(x.double(), layer.weight.double(), wide_bias)
+    multiply_in_float32(kv_cache_bytes=0)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert layer.weight.shape == (0,)
+    product = utils.cpu_unquantized_gemm(layer, x, layer.weight, layer.bias)
+    assert product.dtype == dtype
+    # Half a step of the dtype, and float32's own error.
+    half_a_step = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(product.double(), truth, rtol=1.01 * half_a_step, atol=1e-5)
+    assert choices == []
+
+
+def test_weights_that_the_model_reads_elsewhere_stay() -> None:
+    layer = layer_of(torch.bfloat16)
+    before = layer.weight.clone()
+    multiply_in_float32(kv_cache_bytes=0)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert torch.equal(layer.weight, before)
+
+
+def test_other_layers_are_left_to_vllm(choices: list[torch.nn.Module]) -> None:
+    wide = layer_of(torch.float32)
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.zeros(2, 8, 8, dtype=torch.bfloat16))
+    missing = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device="meta")
+    multiply_in_float32(kv_cache_bytes=0)
+    for layer in (wide, experts, missing):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert choices == [wide, experts, missing]
+
+
+def test_a_layer_without_memory_for_its_copy_is_left_to_vllm(choices: list[torch.nn.Module]) -> None:
+    layer = layer_of(torch.bfloat16)
+    multiply_in_float32(kv_cache_bytes=psutil.virtual_memory().total)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert choices == [layer]
+    # What is asked for last is what holds.
+    multiply_in_float32(kv_cache_bytes=0)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    assert choices == [layer]
