@@ -37,7 +37,7 @@ def multiply_in_float32(*, kv_cache_bytes: int) -> None:
 def _choose(layer: Any, remove_weight: bool, *, kept_free: int) -> None:
     """Give a layer its product, `layer.cpu_linear`, as vLLM's function of that place does."""
     weight = layer.weight
-    if weight.is_meta or weight.ndim != 2 or not _is_slow(weight.dtype):
+    if weight.is_meta or weight.ndim != 2 or not is_slow(weight.dtype):
         _choose_of_vllm(layer, remove_weight)
         return
     needed = weight.numel() * torch.float32.itemsize
@@ -52,7 +52,7 @@ def _choose(layer: Any, remove_weight: bool, *, kept_free: int) -> None:
 
 
 @cache
-def _is_slow(dtype: torch.dtype) -> bool:
+def is_slow(dtype: torch.dtype) -> bool:
     """Whether oneDNN has no product of this dtype on this CPU, and has others."""
     if dtype not in (torch.bfloat16, torch.float16) or not ops._supports_onednn:
         return False

@@ -145,6 +145,11 @@ def measure(plan: Plan, *, say: Say) -> dict[str, Any]:
         hf, _ = start("huggingface", "-m", "tests.benchmarks.harvest_huggingface", *checkpoint)
         best = _best_batch_size(hf, chosen, n_prompts=min(plan.n_prompts, 32), say=say)
         ways["huggingface"] = lambda: hf.ask(batch_size=best, layers=chosen, prompts=plan.n_prompts)
+        if facts["multiplies_in_float32"]:
+            plain, _ = start("plain", *engine, "plain", str(home / "plain-tokens.json"))
+            ways["vllm_products_prefill"] = lambda: plain.ask(way="prefill", layers=[])
+        else:
+            turns.missing["vllm_products"] = "the engine multiplies as vLLM does"
         compiled_facts: dict[str, Any] = {}
         if plan.is_quick:
             turns.missing["compiled"] = "--quick leaves it out: compiling takes a minute or more"
@@ -278,6 +283,7 @@ def _figures(
         "capture_over_prefill": ("capture", "prefill"),
         "all_layers_over_prefill": ("all_layers", "prefill"),
         "all_layers_capture_over_prefill": ("all_layers_capture", "prefill"),
+        "end_to_end_over_vllm_products_prefill": ("end_to_end", "vllm_products_prefill"),
         "over_huggingface": ("end_to_end", "huggingface"),
         "over_vllm_lens": ("end_to_end", "vllm_lens"),
         "compiled_end_to_end_over_prefill": ("compiled_end_to_end", "prefill"),

@@ -1,6 +1,6 @@
 """A runner's engine and the runner's own way of a job, in a process of their own: a line of JSON in, one out.
 
-`python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS eager|compiled TOKENS_FILE` says what it loaded, having
+`python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS eager|compiled|plain TOKENS_FILE` says what it loaded, having
 written the token ids of all prompts to TOKENS_FILE. Then it answers each `{"way": …, "layers": […]}` with the seconds
 that the way took and the most memory that it had meanwhile; `"prompts": n` takes the first n alone, `"storage": url` is
 where the files of `end_to_end` go.
@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import django
 import numpy as np
@@ -32,7 +33,7 @@ MEMORY_BYTES = 256 * 1024 * 1024
 class EngineWays:
     """The engine of one Base model, with a User of its own, in the database that the settings name."""
 
-    def __init__(self, *, source: str, dtype: str, n_prompts: int, is_compiled: bool) -> None:
+    def __init__(self, *, source: str, dtype: str, n_prompts: int, kind: str) -> None:
         from accounts.services import create_user
         from harvest.runner.windows import WindowMemory
         from inference.engine.checkpoint import resolve_source
@@ -60,9 +61,12 @@ class EngineWays:
 
         self.import_s = time.perf_counter() - began
         began = time.perf_counter()
+        if kind == "plain":
+            _leave_products_to_vllm()
         options = engine_options(model=self.model, checkpoint=self.checkpoint)
-        self.engine: HarvestEngine = HarvestEngine.start(options, name=name, is_compiled=is_compiled)
+        self.engine: HarvestEngine = HarvestEngine.start(options, name=name, is_compiled=kind == "compiled")
         self.load_s = time.perf_counter() - began
+        self.multiplies_in_float32 = _multiplies_in_float32(self.engine.facts.dtype)
         self.memory = WindowMemory(MEMORY_BYTES)
         self.values = np.empty(MEMORY_BYTES, np.uint8)
 
@@ -72,6 +76,7 @@ class EngineWays:
             "checkpoint": self.checkpoint,
             "served_model_name": self.model.served_model_name,
             "dtype": self.engine.facts.dtype,
+            "multiplies_in_float32": self.multiplies_in_float32,
             "n_layers": self.engine.facts.n_layers,
             "tokens": sum(map(len, self.token_ids)),
             "import_s": round(self.import_s, 1),
@@ -203,6 +208,27 @@ class EngineWays:
         return [prompt.token_ids.tolist() for prompt in tokenised]
 
 
+def _leave_products_to_vllm() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from inference.engine import float32_products
+
+        patch.object(float32_products, "is_slow", return_value=False).start()
+
+
+def _multiplies_in_float32(dtype: str) -> bool:
+    """Whether the engine's products are not vLLM's own."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from inference.engine import float32_products
+
+    return float32_products.is_slow(getattr(torch, dtype))
+
+
 def _peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
@@ -215,7 +241,7 @@ def main() -> None:
     source, dtype, n_prompts, kind, tokens_file = sys.argv[1:]
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "acsinfra.settings")
     django.setup()
-    ways = EngineWays(source=source, dtype=dtype, n_prompts=int(n_prompts), is_compiled=kind == "compiled")
+    ways = EngineWays(source=source, dtype=dtype, n_prompts=int(n_prompts), kind=kind)
     Path(tokens_file).write_text(json.dumps(ways.token_ids))
     print(json.dumps(ways.facts()), file=answers, flush=True)
     for line in sys.stdin:

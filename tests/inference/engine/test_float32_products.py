@@ -15,7 +15,7 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     left: list[torch.nn.Module] = []
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setattr(float32_products, "_choose_of_vllm", lambda layer, _remove_weight: left.append(layer))
-    monkeypatch.setattr(float32_products, "_is_slow", lambda dtype: dtype != torch.float32)
+    monkeypatch.setattr(float32_products, "is_slow", lambda dtype: dtype != torch.float32)
     return left
 
 
