@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from inference.engine.activations import to_float32
 from inference.engine.fork_server import start_fork_server
 from tests.inference.engine.conftest import prepare_once
 from tests.inference.engine.reference import Float32Array, run_with_huggingface
@@ -186,7 +187,7 @@ def make_and_read_with_huggingface(folder: Path, architecture: Architecture) -> 
         return Streams(read(None), read(torch.from_numpy(make_steering())))
 
 
-def read_with_the_engine(folder: Path, *, halved: bool = False) -> Streams:
+def read_with_the_engine(folder: Path, *, dtype: str = "float32", halved: bool = False) -> Streams:
     """Return what a harvest engine of the model captures. Raises EngineRefused where it does not serve it.
 
     `halved` runs a Llama whose blocks hand on a pair that is neither plain nor a sum.
@@ -197,7 +198,7 @@ def read_with_the_engine(folder: Path, *, halved: bool = False) -> Streams:
     from inference.engine.harvest import HarvestEngine, _drive
     from inference.wire import EngineOptions
 
-    options = EngineOptions(checkpoint=str(folder), dtype="float32", kv_cache_bytes=16 * 1024**2, max_num_seqs=8)
+    options = EngineOptions(checkpoint=str(folder), dtype=dtype, kv_cache_bytes=16 * 1024**2, max_num_seqs=8)
     engine = HarvestEngine.start(options, name="tests-architectures")
     captured: list[Float32Array] = []
 
@@ -207,7 +208,7 @@ def read_with_the_engine(folder: Path, *, halved: bool = False) -> Streams:
             request = make_request(PROMPT, capture=ALL_LAYERS, steering=steering, max_tokens=1)
             _, activations = await engine.answer(request)
             assert activations is not None
-            captured.append(activations.array.astype(np.float32))
+            captured.append(to_float32(activations.array, activations.dtype))
 
     try:
         _drive(answer())
@@ -259,9 +260,14 @@ def run_apart[Result](calls: Sequence[Callable[[], Result]], *, with_vllm: bool 
 
 def relative_error(got: Float32Array, expected: Float32Array) -> float:
     """Return the largest error of a row, relative to its length."""
+    return float(row_errors(got, expected).max())
+
+
+def row_errors(got: Float32Array, expected: Float32Array) -> Float32Array:
+    """Return the error of each row, relative to its length: [layers, tokens]."""
     assert got.shape == expected.shape
-    error = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-    return float(error.max())
+    errors: Float32Array = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    return errors
 
 
 def main(names: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inference.engine.errors import EngineRefused
@@ -18,6 +19,7 @@ from tests.inference.engine.architectures import (
     make_tiny_architecture,
     read_with_the_engine,
     relative_error,
+    row_errors,
     run_apart,
 )
 from tests.inference.engine.reference import run_with_huggingface
@@ -98,3 +100,25 @@ def test_one_that_would_be_wrong_is_refused_with_a_sentence(ways: Read, name: st
 @pytest.mark.parametrize("name", OTHERS)
 def test_captures_and_steering_of_the_others_are_those_of_huggingface(others: Read, name: str) -> None:
     assert_like_huggingface(name, *others[name])
+
+
+@pytest.mark.long
+def test_all_are_served_in_bfloat16_too(tmp_path: Path) -> None:
+    expected = run_with_huggingface(
+        [partial(make_and_read_with_huggingface, tmp_path / name, ARCHITECTURES[name]) for name in ARCHITECTURES]
+    )
+    captured = run_apart([partial(read_with_the_engine, tmp_path / name, dtype="bfloat16") for name in ARCHITECTURES])
+    errors = {}
+    for name, right, got in zip(ARCHITECTURES, expected, captured, strict=True):
+        for streams in (right, got):
+            if isinstance(streams, Exception):
+                raise streams
+        assert isinstance(right, Streams)
+        assert isinstance(got, Streams)
+        # Not the largest: a row near the border between two experts may go to the other one.
+        errors[name] = max(
+            float(np.median(row_errors(got.plain, right.plain))),
+            float(np.median(row_errors(got.steered, right.steered))),
+        )
+    # A bfloat16 has 8 bits of mantissa; HuggingFace's rows are float32's.
+    assert max(errors.values()) < 0.02, errors
