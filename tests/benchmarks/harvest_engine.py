@@ -1,7 +1,7 @@
 """A runner's engine and the runner's own way of a job, in a process of their own: a line of JSON in, one out.
 
-`python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS KIND TOKENS_FILE` says what it loaded, having written the
-token ids of all prompts to TOKENS_FILE. KIND is `eager`, `compiled`, or `plain`: eager with vLLM's own matrix products.
+`python -m tests.benchmarks.harvest_engine SOURCE DTYPE PROMPTS KIND TOKENS_FILE` says what it loaded, having written
+the token ids of all prompts to TOKENS_FILE. KIND is `eager`, `compiled`, or `plain`: eager with vLLM's own products.
 Then it answers each `{"way": …, "layers": […]}` with the seconds that the way took and the most memory that it had
 meanwhile; `"prompts": n` takes the first n alone, `"storage": url` is where the files of `end_to_end` go.
 """

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -187,7 +187,9 @@ def make_and_read_with_huggingface(folder: Path, architecture: Architecture) -> 
         return Streams(read(None), read(torch.from_numpy(make_steering())))
 
 
-def read_with_the_engine(folder: Path, *, dtype: str = "float32", halved: bool = False) -> Streams:
+def read_with_the_engine(
+    folder: Path, *, dtype: Literal["bfloat16", "float32"] = "float32", halved: bool = False
+) -> Streams:
     """Return what a harvest engine of the model captures. Raises EngineRefused where it does not serve it.
 
     `halved` runs a Llama whose blocks hand on a pair that is neither plain nor a sum.
