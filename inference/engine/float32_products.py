@@ -42,7 +42,7 @@ def _choose(layer: Any, remove_weight: bool, *, kept_free: int) -> None:
         return
     needed = weight.numel() * torch.float32.itemsize
     if _available_memory() - needed < kept_free:
-        logger.warning("a layer stays slow: no memory for its weights in float32", bytes=needed)
+        _warn_once()
         _choose_of_vllm(layer, remove_weight)
         return
     handler = ops.create_onednn_mm(weight.detach().float().t(), _PRIMITIVES_KEPT)
@@ -61,6 +61,11 @@ def is_slow(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+@cache
+def _warn_once() -> None:
+    logger.warning("not all layers multiply in float32, which is faster: there is no memory for their weights")
 
 
 def _product(handler: Any, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
