@@ -33,6 +33,8 @@ def rows_of(figures: dict[str, Any]) -> Iterator[Row]:
     """The rows of what was measured, from top to bottom."""
     if "one_token" in figures:
         yield from _latency(figures["one_token"])
+    if "least_way" in figures:
+        yield from _least_way(figures["least_way"])
     for level in figures.get("levels", ()):
         yield from _level(level)
     if "completions" in figures:
@@ -51,6 +53,12 @@ def _latency(found: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"one token, one client, {name}", _p50_p99(found[side]))
     added = f"p50 {found['added_p50_ms']:.2f}, p99 {found['added_p99_ms']:.2f} ms"
     yield Row("one token, one client, added", added, "p50 under 4 ms", found["added_p50_ms"] < 4)
+
+
+def _least_way(found: dict[str, Any]) -> Iterator[Row]:
+    for prefix, name in (("", "the API"), ("least_way_", "the least way")):
+        added = f"p50 {found[f'{prefix}added_p50_ms']:.2f}, p99 {found[f'{prefix}added_p99_ms']:.2f} ms"
+        yield Row(f"one token, one client, added by {name}", added)
 
 
 def _level(level: dict[str, Any]) -> Iterator[Row]:
