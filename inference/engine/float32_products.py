@@ -6,6 +6,7 @@ what vLLM falls back to is several times slower than float32 on the same cores.
 
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,8 @@ logger = structlog.get_logger(__name__)
 # What is left to the engine beside its weights and its KV cache.
 _RESERVE_BYTES = 1024**3
 _PRIMITIVES_KEPT = 32
+# Of cgroups v2 and v1.
+_CGROUP_STATS = (Path("/sys/fs/cgroup/memory.stat"), Path("/sys/fs/cgroup/memory/memory.stat"))
 _choose_of_vllm = utils.dispatch_cpu_unquantized_gemm
 
 
@@ -40,13 +43,18 @@ def _choose(layer: Any, remove_weight: bool, *, kept_free: int) -> None:
     if weight.is_meta or weight.ndim != 2 or not is_slow(weight.dtype):
         _choose_of_vllm(layer, remove_weight)
         return
-    needed = weight.numel() * torch.float32.itemsize
-    if _available_memory() - needed < kept_free:
-        _warn_once()
-        _choose_of_vllm(layer, remove_weight)
-        return
-    handler = ops.create_onednn_mm(weight.detach().float().t(), _PRIMITIVES_KEPT)
-    layer.cpu_linear = _product(handler, weight.dtype)
+    # The embeddings and the head of a model may be one weight: two layers, one copy.
+    product = getattr(weight, "float32_product", None)
+    if product is None:
+        needed = weight.numel() * torch.float32.itemsize
+        # oneDNN makes its copy of another one.
+        if _available_memory() - needed < max(kept_free, needed):
+            _warn_once()
+            _choose_of_vllm(layer, remove_weight)
+            return
+        handler = ops.create_onednn_mm(weight.detach().float().t(), _PRIMITIVES_KEPT)
+        product = weight.float32_product = _product(handler, weight.dtype)
+    layer.cpu_linear = product
     if remove_weight:
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
 
@@ -71,7 +79,9 @@ def _warn_once() -> None:
 def _product(handler: Any, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     def multiply(x: torch.Tensor, _weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         wide_bias = None if bias is None else bias.float()
-        return ops.onednn_mm(handler, x.float(), wide_bias).to(dtype)
+        # As torch's own product does, this takes an input that is a view of another shape's memory.
+        wide = x.to(torch.float32, memory_format=torch.contiguous_format)
+        return ops.onednn_mm(handler, wide, wide_bias).to(dtype)
 
     return multiply
 
@@ -80,4 +90,14 @@ def _available_memory() -> int:
     """The bytes that this process may still take."""
     available = psutil.virtual_memory().available
     limit, usage = get_cgroup_memory_limit(), get_cgroup_memory_usage()
-    return available if limit is None or usage is None else min(available, limit - usage)
+    return available if limit is None or usage is None else min(available, limit - usage + _cached_files())
+
+
+def _cached_files() -> int:
+    """The bytes of this cgroup's usage that cache files, such as the checkpoint's: they make way for what is asked."""
+    for path in _CGROUP_STATS:
+        if path.is_file():
+            counts = dict(line.split() for line in path.read_text().splitlines())
+            # In v1 the plain names leave out the cgroups within.
+            return sum(int(counts.get(f"total_{name}", counts[name])) for name in ("active_file", "inactive_file"))
+    return 0

@@ -1,5 +1,7 @@
 """Which linear layers multiply in float32, and what their products are."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -53,6 +55,24 @@ def test_weights_that_the_model_reads_elsewhere_stay() -> None:
     assert torch.equal(layer.weight, before)
 
 
+def test_an_input_may_be_a_transposed_view() -> None:
+    layer = layer_of(torch.bfloat16)
+    x = torch.randn(96, 5, dtype=torch.bfloat16).t()
+    multiply_in_float32(kv_cache_bytes=0)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    product = utils.cpu_unquantized_gemm(layer, x, layer.weight)
+    assert torch.equal(product, utils.cpu_unquantized_gemm(layer, x.contiguous(), layer.weight))
+
+
+def test_layers_of_one_weight_share_its_copy() -> None:
+    embeddings, head = layer_of(torch.bfloat16), layer_of(torch.bfloat16)
+    head.weight = embeddings.weight
+    multiply_in_float32(kv_cache_bytes=0)
+    for layer in (embeddings, head):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert head.cpu_linear is embeddings.cpu_linear
+
+
 def test_other_layers_are_left_to_vllm(choices: list[torch.nn.Module]) -> None:
     wide = layer_of(torch.float32)
     experts = torch.nn.Module()
@@ -73,3 +93,30 @@ def test_a_layer_without_memory_for_its_copy_is_left_to_vllm(choices: list[torch
     multiply_in_float32(kv_cache_bytes=0)
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert choices == [layer]
+
+
+def test_a_copy_has_room_beside_what_it_is_made_of(
+    choices: list[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(torch.bfloat16)
+    copy = 96 * 80 * 4
+    monkeypatch.setattr(float32_products, "_RESERVE_BYTES", 0)
+    multiply_in_float32(kv_cache_bytes=0)
+    monkeypatch.setattr(float32_products, "_available_memory", lambda: 2 * copy - 1)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert choices == [layer]
+    monkeypatch.setattr(float32_products, "_available_memory", lambda: 2 * copy)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert choices == [layer]
+
+
+@pytest.mark.parametrize("prefix", ["", "total_"])
+def test_files_that_a_cgroup_caches_are_no_memory_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prefix: str
+) -> None:
+    stat = tmp_path / "memory.stat"
+    stat.write_text(f"anon 5\nactive_file 40\ninactive_file 60\n{prefix}active_file 400\n{prefix}inactive_file 600\n")
+    monkeypatch.setattr(float32_products, "_CGROUP_STATS", (tmp_path / "absent", stat))
+    monkeypatch.setattr(float32_products, "get_cgroup_memory_limit", lambda: 5000)
+    monkeypatch.setattr(float32_products, "get_cgroup_memory_usage", lambda: 3000)
+    assert float32_products._available_memory() == 3000
