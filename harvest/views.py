@@ -69,7 +69,11 @@ class HarvestsView(ApiView):
             job = await asyncio.shield(asyncio.create_task(_submit(user, key, plan, once), name="submit-harvest"))
         except services.AlreadySubmitted as already:
             return Response(await _answer(request, already.job_id))
-        answer = job_as_json(job, base_url=base_url(request._request))
+        if job.runner_due_at is None:
+            answer = job_as_json(job, base_url=base_url(request._request))
+        else:
+            # While it waited for a runner, one may have come, and the job may have been cancelled.
+            answer = await _answer(request, job.pk)
         return Response(answer, status=202, headers={"Location": f"/v1/harvest/{job.pk}"})
 
     def _read_once(self, request: Request) -> IdempotentRequest | None:

@@ -219,6 +219,20 @@ def test_a_runner_that_comes_within_the_grace_is_waited_for(client: httpx.Client
         assert answer.result().status_code == 202
 
 
+def test_a_job_that_is_cancelled_while_it_waits_for_a_runner_is_answered_so(
+    client: httpx.Client, settings: Settings
+) -> None:
+    settings.RUNNER_GRACE /= 15
+    Engine.objects.all().delete()
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(submit, client)
+        while not (job := HarvestJob.objects.first()):
+            assert not answer.done()
+            time.sleep(0.02)
+        cancelled = client.post(f"/v1/harvest/{job.pk}/cancel").json()
+        assert (answer.result().status_code, answer.result().json()) == (202, cancelled)
+
+
 @pytest.mark.parametrize("how", ["delete", "post"])
 def test_a_cancel_answers_the_job(client: httpx.Client, job: HarvestJob, how: str) -> None:
     path = f"/v1/harvest/{job.pk}"
