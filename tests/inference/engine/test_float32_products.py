@@ -5,20 +5,42 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from vllm.model_executor.layers import utils
 
-from inference.engine import float32_products
-from inference.engine.float32_products import multiply_in_float32
+from tests.inference.engine.conftest import prepare_once
+
+OURS = "inference.engine.float32_products"
 
 
 @pytest.fixture(autouse=True)
 def choices(monkeypatch: pytest.MonkeyPatch) -> list[torch.nn.Module]:
     """Return the layers that were left to vLLM; on any CPU, 16-bit weights pass for slow here."""
+    prepare_once()
+    from vllm.model_executor.layers import utils
+
     left: list[torch.nn.Module] = []
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    monkeypatch.setattr(float32_products, "_choose_of_vllm", lambda layer, _remove_weight: left.append(layer))
-    monkeypatch.setattr(float32_products, "is_slow", lambda dtype: dtype != torch.float32)
+    monkeypatch.setattr(f"{OURS}._choose_of_vllm", lambda layer, _remove_weight: left.append(layer))
+    monkeypatch.setattr(f"{OURS}.is_slow", lambda dtype: dtype != torch.float32)
     return left
+
+
+def ask_for_float32(*, kv_cache_bytes: int = 0) -> None:
+    from inference.engine.float32_products import multiply_in_float32
+
+    multiply_in_float32(kv_cache_bytes=kv_cache_bytes)
+
+
+def choose(layer: torch.nn.Module, *, remove_weight: bool = True) -> None:
+    """Have the layer's product chosen, as vLLM does when it has loaded the weights."""
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
+
+
+def multiply(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    from vllm.model_executor.layers import utils
+
+    return utils.cpu_unquantized_gemm(layer, x, layer.weight, layer.bias)
 
 
 def layer_of(dtype: torch.dtype, *, bias: bool = False) -> torch.nn.Linear:
@@ -36,10 +58,10 @@ def test_a_product_is_float32_s_rounded_to_the_dtype(
     x = torch.randn(*shape, 96, dtype=dtype)
     wide_bias = layer.bias.double() if bias else None
     truth = torch.nn.functional.linear(x.double(), layer.weight.double(), wide_bias)
-    multiply_in_float32(kv_cache_bytes=0)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    ask_for_float32()
+    choose(layer)
     assert layer.weight.shape == (0,)
-    product = utils.cpu_unquantized_gemm(layer, x, layer.weight, layer.bias)
+    product = multiply(layer, x)
     assert product.dtype == dtype
     # Half a step of the dtype, and float32's own error.
     half_a_step = torch.finfo(dtype).eps / 2
@@ -50,26 +72,26 @@ def test_a_product_is_float32_s_rounded_to_the_dtype(
 def test_weights_that_the_model_reads_elsewhere_stay() -> None:
     layer = layer_of(torch.bfloat16)
     before = layer.weight.clone()
-    multiply_in_float32(kv_cache_bytes=0)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    ask_for_float32()
+    choose(layer, remove_weight=False)
     assert torch.equal(layer.weight, before)
 
 
 def test_an_input_may_be_a_transposed_view() -> None:
     layer = layer_of(torch.bfloat16)
     x = torch.randn(96, 5, dtype=torch.bfloat16).t()
-    multiply_in_float32(kv_cache_bytes=0)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-    product = utils.cpu_unquantized_gemm(layer, x, layer.weight)
-    assert torch.equal(product, utils.cpu_unquantized_gemm(layer, x.contiguous(), layer.weight))
+    ask_for_float32()
+    choose(layer, remove_weight=False)
+    product = multiply(layer, x)
+    assert torch.equal(product, multiply(layer, x.contiguous()))
 
 
 def test_layers_of_one_weight_share_its_copy() -> None:
     embeddings, head = layer_of(torch.bfloat16), layer_of(torch.bfloat16)
     head.weight = embeddings.weight
-    multiply_in_float32(kv_cache_bytes=0)
+    ask_for_float32()
     for layer in (embeddings, head):
-        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        choose(layer, remove_weight=False)
     assert head.cpu_linear is embeddings.cpu_linear
 
 
@@ -78,20 +100,20 @@ def test_other_layers_are_left_to_vllm(choices: list[torch.nn.Module]) -> None:
     experts = torch.nn.Module()
     experts.weight = torch.nn.Parameter(torch.zeros(2, 8, 8, dtype=torch.bfloat16))
     missing = torch.nn.Linear(8, 8, dtype=torch.bfloat16, device="meta")
-    multiply_in_float32(kv_cache_bytes=0)
+    ask_for_float32()
     for layer in (wide, experts, missing):
-        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        choose(layer)
     assert choices == [wide, experts, missing]
 
 
 def test_a_layer_without_memory_for_its_copy_is_left_to_vllm(choices: list[torch.nn.Module]) -> None:
     layer = layer_of(torch.bfloat16)
-    multiply_in_float32(kv_cache_bytes=psutil.virtual_memory().total)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    ask_for_float32(kv_cache_bytes=psutil.virtual_memory().total)
+    choose(layer)
     assert choices == [layer]
     # What is asked for last is what holds.
-    multiply_in_float32(kv_cache_bytes=0)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    ask_for_float32()
+    choose(layer)
     assert choices == [layer]
 
 
@@ -100,13 +122,13 @@ def test_a_copy_has_room_beside_what_it_is_made_of(
 ) -> None:
     layer = layer_of(torch.bfloat16)
     copy = 96 * 80 * 4
-    monkeypatch.setattr(float32_products, "_RESERVE_BYTES", 0)
-    multiply_in_float32(kv_cache_bytes=0)
-    monkeypatch.setattr(float32_products, "_available_memory", lambda: 2 * copy - 1)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    monkeypatch.setattr(f"{OURS}._RESERVE_BYTES", 0)
+    ask_for_float32()
+    monkeypatch.setattr(f"{OURS}._available_memory", lambda: 2 * copy - 1)
+    choose(layer, remove_weight=False)
     assert choices == [layer]
-    monkeypatch.setattr(float32_products, "_available_memory", lambda: 2 * copy)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    monkeypatch.setattr(f"{OURS}._available_memory", lambda: 2 * copy)
+    choose(layer, remove_weight=False)
     assert choices == [layer]
 
 
@@ -116,7 +138,9 @@ def test_files_that_a_cgroup_caches_are_no_memory_that_is_taken(
 ) -> None:
     stat = tmp_path / "memory.stat"
     stat.write_text(f"anon 5\nactive_file 40\ninactive_file 60\n{prefix}active_file 400\n{prefix}inactive_file 600\n")
-    monkeypatch.setattr(float32_products, "_CGROUP_STATS", (tmp_path / "absent", stat))
-    monkeypatch.setattr(float32_products, "get_cgroup_memory_limit", lambda: 5000)
-    monkeypatch.setattr(float32_products, "get_cgroup_memory_usage", lambda: 3000)
-    assert float32_products._available_memory() == 3000
+    monkeypatch.setattr(f"{OURS}._CGROUP_STATS", (tmp_path / "absent", stat))
+    monkeypatch.setattr(f"{OURS}.get_cgroup_memory_limit", lambda: 5000)
+    monkeypatch.setattr(f"{OURS}.get_cgroup_memory_usage", lambda: 3000)
+    from inference.engine.float32_products import _available_memory
+
+    assert _available_memory() == 3000
