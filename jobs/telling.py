@@ -5,8 +5,8 @@ Neither is needed for a promise: workers look by themselves, every 2 seconds for
 
 from typing import Final
 
+from acsinfra.core.celery_messages import celery_message
 from acsinfra.core.courier import shared_courier
-from inference.bus.envelope import celery_message
 from inference.bus.frames import Cancel
 from inference.bus.replies import post_control
 from jobs.models import CompletionJob

@@ -15,11 +15,12 @@ from typing import Any
 
 import structlog
 from django.conf import settings
+from redis.exceptions import RedisError
 
 from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import keys
-from inference.bus.envelope import publish
+from inference.bus.envelope import publish, withdraw
 from inference.bus.frames import ALIVE_FOR, RENEW_EVERY, REPLIES_FOR, Cancel, Fault
 from inference.bus.lost import send_lost_again
 from inference.bus.places import Places
@@ -31,7 +32,7 @@ logger = structlog.get_logger(__name__)
 WATCH_EVERY_SECONDS = 1.0
 # A message that no worker has taken after this long makes the watch ask whether there is any worker.
 UNTAKEN_SECONDS = 2.0
-# A worker that stops a request says at once what it counted; a request that waits in a queue has no worker to say it.
+# A worker that stops a request says at once what it counted; one that died, or that has only just taken it, may not.
 LAST_COUNT_SECONDS = 10.0
 COUNT_PATIENCE_SECONDS = 60.0
 
@@ -110,6 +111,8 @@ class Bus:
 
     async def stop(self, inbox: Inbox) -> Count | None:
         """Stop the request in its engine, and return what was counted of it until then; None where nobody knows."""
+        if inbox.is_in_line and await self._withdraw(inbox):
+            return 0, 0
         last = inbox.skip_to_last()
         try:
             self._cancel(inbox)
@@ -122,6 +125,19 @@ class Bus:
         if isinstance(frame, Fault) and not frame.is_counted:
             return await self.left_count(inbox.request_id)
         return frame.prompt_tokens, frame.completion_tokens
+
+    async def _withdraw(self, inbox: Inbox) -> bool:
+        """Take a request that waits in its queue out of it; False where a worker may have it."""
+        # What was sent again may be there twice.
+        if inbox.posted is None or inbox.sendings > 1:
+            return False
+        try:
+            is_out = await withdraw(inbox.posted, self._courier)
+        except (BrokerAway, RedisError):
+            return False
+        if is_out:
+            self._inboxes.pop(inbox.request_id, None)
+        return is_out
 
     async def left_count(self, request_id: str) -> Count | None:
         """What a worker counted last of the request, though it may have died since; None where nobody knows."""

@@ -1,14 +1,11 @@
-"""A Completion's way to the workers: the very message that Celery would send, pushed without Celery's blocking client.
+"""A Completion's way to the workers of its model: one message in a list of Redis, which one of them takes.
 
-`apply_async` blocks the event loop for a third of a millisecond; this is one command among the courier's. A test
-holds the format against a real Celery worker and against `apply_async` itself.
+No Celery task: a Completion belongs to the event loops at both ends, and Celery's way through its own loop and a pool
+of threads cost a worker as much CPU as the engine's front itself. A message that is lost in a worker's hands is sent
+again (`inference.bus.lost`), so nothing that Celery would add is missed.
 """
 
-import base64
-import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -17,7 +14,6 @@ from inference.bus import keys
 from inference.bus.frames import PIECE_BYTES
 from inference.wire import CompletionWork
 
-TASK = "inference.complete"
 # Pieces and marks outlive what they belong to by far; a worker takes the pieces away as it reads them.
 PIECES_FOR_SECONDS = 3600
 PUBLISHED_FOR_SECONDS = 60
@@ -38,16 +34,21 @@ return 1
 """
 
 _json = msgspec.json.Encoder()
+_NO_WORK = msgspec.Raw(b"null")
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """The task's one argument. `work` is a CompletionWork as JSON, or None where it lies in `pieces` pieces."""
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The message: who answers whom by when. `work` is a CompletionWork's JSON, unless it lies in `pieces` pieces."""
 
     request_id: str
     reply_to: str
     deadline: float
     pieces: int = 0
-    work: str | None = None
+    work: msgspec.Raw = _NO_WORK
+
+
+decode_envelope = msgspec.json.Decoder(Envelope).decode
+_decode_work = msgspec.json.Decoder(CompletionWork).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,58 +58,6 @@ class Posted:
     work: CompletionWork
     reply_to: str
     pieces: int
-
-
-def celery_message(*, task: str, queue: str, kwargs: dict[str, object], task_id: str = "") -> bytes:
-    """The message by which Celery (5.7, protocol 2, kombu's Redis transport) runs `task` with `kwargs` from `queue`.
-
-    With a `task_id` it is a pure function of its arguments.
-    """
-    task_id = task_id or str(uuid.uuid4())
-    body = _json.encode([[], kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
-    return encode_message(
-        {
-            "body": base64.b64encode(body).decode(),
-            "content-encoding": "utf-8",
-            "content-type": "application/json",
-            "headers": {
-                "lang": "py",
-                "task": task,
-                "id": task_id,
-                "shadow": None,
-                "eta": None,
-                "expires": None,
-                "group": None,
-                "group_index": None,
-                "retries": 0,
-                "timelimit": [None, None],
-                "root_id": task_id,
-                "parent_id": None,
-                # Celery logs these where it logs arguments; prompts never appear in a log.
-                "argsrepr": "()",
-                "kwargsrepr": "{}",
-                "origin": "api",
-                "ignore_result": True,
-                "replaced_task_nesting": 0,
-                "stamped_headers": None,
-                "stamps": {},
-            },
-            "properties": {
-                "correlation_id": task_id,
-                "reply_to": "",
-                "delivery_mode": 2,
-                "delivery_info": {"exchange": "", "routing_key": queue},
-                "priority": 0,
-                "body_encoding": "base64",
-                "delivery_tag": task_id,
-            },
-        }
-    )
-
-
-def encode_message(message: Mapping[str, Any]) -> bytes:
-    """A message as it lies in its queue; what was decoded from there becomes the same bytes again."""
-    return _json.encode(message)
 
 
 async def publish(work: CompletionWork, *, reply_to: str, courier: Courier) -> Posted:
@@ -127,6 +76,14 @@ async def is_in_line(posted: Posted, courier: Courier) -> bool:
     return position is not None
 
 
+async def withdraw(posted: Posted, courier: Courier) -> bool:
+    """Take the message out of its queue; False where it isn't there: a worker has it. Raises BrokerAway."""
+    taken_out = await courier.ask("LREM", keys.queue(posted.work.model), -1, _message(posted))
+    if taken_out == 1 and posted.pieces:
+        courier.post("DEL", keys.pieces(posted.work.request_id))
+    return taken_out == 1
+
+
 async def send_again(posted: Posted, *, sending: int, courier: Courier) -> bool:
     """Put the message back, to be taken next, unless it lies in its queue; returns whether it was gone.
 
@@ -142,17 +99,17 @@ async def send_again(posted: Posted, *, sending: int, courier: Courier) -> bool:
 
 
 def _message(posted: Posted, encoded: bytes | None = None) -> bytes:
-    """The message of what was posted; `encoded` is its work, where that is at hand."""
+    """The message of what was posted, always to the same bytes; `encoded` is its work, where that is at hand."""
     work = posted.work
-    envelope = Envelope(
-        request_id=work.request_id,
-        reply_to=posted.reply_to,
-        deadline=work.deadline,
-        pieces=posted.pieces,
-        work=None if posted.pieces else (encoded or _json.encode(work)).decode(),
+    return _json.encode(
+        Envelope(
+            request_id=work.request_id,
+            reply_to=posted.reply_to,
+            deadline=work.deadline,
+            pieces=posted.pieces,
+            work=_NO_WORK if posted.pieces else msgspec.Raw(encoded or _json.encode(work)),
+        )
     )
-    kwargs: dict[str, object] = {"envelope": msgspec.to_builtins(envelope)}
-    return celery_message(task=TASK, queue=keys.queue(work.model), kwargs=kwargs, task_id=work.request_id)
 
 
 async def _leave_pieces(request_id: str, encoded: bytes, courier: Courier) -> int:
@@ -168,8 +125,8 @@ async def _leave_pieces(request_id: str, encoded: bytes, courier: Courier) -> in
 
 async def read_work(envelope: Envelope, courier: Courier) -> CompletionWork | None:
     """The work in `envelope`, fetched where it lies in pieces; None where they are gone."""
-    if envelope.work is not None:
-        return msgspec.json.decode(envelope.work, type=CompletionWork)
+    if not envelope.pieces:
+        return _decode_work(envelope.work)
     key = keys.pieces(envelope.request_id)
     pieces: list[bytes] = []
     for number in range(envelope.pieces):
@@ -178,4 +135,4 @@ async def read_work(envelope: Envelope, courier: Courier) -> CompletionWork | No
             return None
         pieces.append(piece)
     courier.post("DEL", key)
-    return msgspec.json.decode(b"".join(pieces), type=CompletionWork)
+    return _decode_work(b"".join(pieces))

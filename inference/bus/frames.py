@@ -30,12 +30,6 @@ class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     worker: str
 
 
-class Returned(msgspec.Struct, frozen=True, array_like=True, tag="returned"):
-    """The worker stops and has put the request back on the queue, untouched."""
-
-    request_id: str
-
-
 class Body(msgspec.Struct, frozen=True, array_like=True, tag="body"):
     """A piece of an answer's JSON; `total` is the length of all of it in bytes."""
 
@@ -86,7 +80,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag="fault"):
 
 
 Final = End | Stopped | Fault
-Frame = Taken | Returned | Body | Chunk | Final
+Frame = Taken | Body | Chunk | Final
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):

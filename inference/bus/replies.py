@@ -20,7 +20,6 @@ from inference.bus.frames import (
     Credit,
     Final,
     Frame,
-    Returned,
     Taken,
     decode_batch,
     encode_control,
@@ -62,10 +61,6 @@ class Inbox:
 
     def accept(self, frame: Frame, *, worker: str) -> None:
         """Take in a frame of `worker`; what a second worker makes of the same request is not read."""
-        if isinstance(frame, Returned):
-            if worker == self.worker:
-                self.worker, self.published_at = None, time.monotonic()
-            return
         if self.worker is None:
             self.worker = worker
         if worker == self.worker and not isinstance(frame, Taken):
@@ -133,7 +128,7 @@ class ReplyReader(StreamReader):
         self._renew = renew
         self._numbers: dict[str, int] = {}
         self.connected_at = 0.0
-        super().__init__(url=url, stream=keys.replies(process), task_name="reply-reader")
+        super().__init__(url=url, key=keys.replies(process), task_name="reply-reader")
 
     async def open(self) -> None:
         """Begin with all that is there."""
@@ -144,9 +139,9 @@ class ReplyReader(StreamReader):
     async def read(self) -> Any:
         """The entries that are new; those read before are trimmed in the same round trip."""
         connection = self.connection
-        trim = connection.pack_command("XTRIM", self.stream, "MINID", "=", _after(self.last_id))
+        trim = connection.pack_command("XTRIM", self.key, "MINID", "=", _after(self.last_id))
         read = connection.pack_command(
-            "XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self.stream, self.last_id
+            "XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self.key, self.last_id
         )
         await connection.send_packed_command(b"".join([*trim, *read]), check_health=False)
         await connection.read_response(disable_decoding=True)

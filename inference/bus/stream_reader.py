@@ -1,4 +1,4 @@
-"""A connection of one's own that reads a stream of Redis for ever, whatever becomes of Redis meanwhile."""
+"""A connection of one's own that reads a stream or a list of Redis for ever, whatever becomes of Redis meanwhile."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,17 +15,17 @@ logger = structlog.get_logger(__name__)
 BLOCK_MS: Final = 2000
 
 
-class StreamReader(ABC):
-    """Gives each entry of `stream` to `take`, until it is closed. What it begins with, its kind says in `open`.
+class BlockingReader(ABC):
+    """Waits for what comes under `key` and takes it, until it is closed; what it asks Redis for, its kind says.
 
-    A Redis that is away, or that refuses what it is asked (its disk is full, say), is asked again; an entry that cannot
-    be read (of another version of this code) is logged and passed over.
+    Once it `is_over` it waits for nothing more, and ends by itself. A Redis that is away, or that refuses what it is
+    asked (its disk is full, say), is asked again.
     """
 
-    def __init__(self, *, url: str, stream: str, task_name: str) -> None:
+    def __init__(self, *, url: str, key: str, task_name: str) -> None:
         self.connection = make_connection(url)
-        self.stream = stream
-        self.last_id = ""
+        self.key = key
+        self.is_over = False
         self._task = asyncio.create_task(self._run(), name=task_name)
 
     async def close(self) -> None:
@@ -37,15 +37,15 @@ class StreamReader(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """The connection is new: set `last_id` where it is empty. Raises RedisError."""
+        """The connection is new. Raises RedisError."""
 
     @abstractmethod
     async def read(self) -> Any:
-        """Wait for entries after `last_id`; XREAD's answer, None where none came. Raises RedisError."""
+        """Wait for what is new, for some seconds; None where nothing came. Raises RedisError."""
 
     @abstractmethod
-    def take(self, fields: list[bytes]) -> None:
-        """Take in the fields of an entry."""
+    def take_all(self, answer: Any) -> None:
+        """Take in what `read` returned."""
 
     async def ask(self, *arguments: str | int) -> Any:
         """The answer to one command. Raises RedisError."""
@@ -54,7 +54,7 @@ class StreamReader(ABC):
 
     async def _run(self) -> None:
         failures = 0
-        while True:
+        while not self.is_over:
             try:
                 if not self.connection.is_connected:
                     await open_connection(self.connection)
@@ -65,14 +65,29 @@ class StreamReader(ABC):
                 # Where it was refused, other answers may be on their way still.
                 await self.connection.disconnect(nowait=True)
                 if failures == 0:
-                    logger.warning("The broker is away; a stream waits for it.", stream=self.stream, error=str(error))
+                    logger.warning("The broker is away; a reader waits for it.", key=self.key, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
                 continue
             if answer:
-                self._take_all(answer[0][1])
+                self.take_all(answer)
 
-    def _take_all(self, entries: list[tuple[bytes, list[bytes]]]) -> None:
+
+class StreamReader(BlockingReader):
+    """Gives each entry of a stream to `take`. `open` sets `last_id` where it is empty; `read` gives XREAD's answer.
+
+    An entry that cannot be read (of another version of this code) is logged and passed over.
+    """
+
+    last_id = ""
+
+    @abstractmethod
+    def take(self, fields: list[bytes]) -> None:
+        """Take in the fields of an entry."""
+
+    def take_all(self, answer: Any) -> None:
+        """Take in the entries of one stream."""
+        entries: list[tuple[bytes, list[bytes]]] = answer[0][1]
         self.last_id = entries[-1][0].decode()
         for _, fields in entries:
             if not fields:
@@ -80,4 +95,4 @@ class StreamReader(ABC):
             try:
                 self.take(fields)
             except Exception:
-                logger.exception("An entry of a stream could not be read.", stream=self.stream)
+                logger.exception("An entry of a stream could not be read.", key=self.key)

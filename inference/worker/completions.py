@@ -16,7 +16,7 @@ from acsinfra.core.errors import ErrorCode
 from inference.answers import AnswerBuilder, MisbehavedEngine, StreamShaper, engine_requests
 from inference.bus import keys
 from inference.bus.envelope import Envelope, read_work
-from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Final, Returned, Stopped, Taken
+from inference.bus.frames import Cancel, Chunk, Control, Credit, End, Fault, Final, Stopped, Taken
 from inference.engine.activations import CapturedActivations
 from inference.engine.errors import EngineDied, RequestFault
 from inference.wire import CompletionWork, EngineDelta
@@ -33,6 +33,8 @@ logger = structlog.get_logger(__name__)
 TAKEN_AFTER_SECONDS = 0.05
 CANCELS_REMEMBERED = 10_000
 ENDS_REMEMBERED = 10_000
+# What was told to stop does within this time.
+STOP_SECONDS = 10.0
 # What a request has counted is left in Redis this often while it runs, for when this worker or its API process dies.
 COUNT_EVERY_SECONDS = 1.0
 COUNT_KEPT_SECONDS = 3600
@@ -66,7 +68,7 @@ class _Running:
 class CompletionService:
     """Runs the Completions of one worker; lives in the engine's event loop.
 
-    `decode` turns token ids into text, special tokens included.
+    `decode` turns token ids into text, special tokens included. `on_end` hears of each request that has ended.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class CompletionService:
         decode: Callable[[Sequence[int]], str],
         prompts_at_once: int,
         listening_since: Callable[[], float],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._life = life
@@ -85,6 +88,7 @@ class CompletionService:
         self._decode = decode
         self._prompts_at_once = prompts_at_once
         self._listening_since = listening_since
+        self._on_end = on_end
         self._running: dict[str, _Running] = {}
         self._cancels: OrderedDict[str, None] = OrderedDict()
         self._ended: OrderedDict[str, tuple[str, Final]] = OrderedDict()
@@ -95,17 +99,42 @@ class CompletionService:
         """The API processes that wait for answers from here."""
         return {running.reply_to for running in self._running.values()}
 
-    def announce(self, request_id: str, reply_to: str) -> None:
-        """Say soon that this worker has the request, unless it is answered by then."""
+    @property
+    def n_running(self) -> int:
+        """The requests that this worker has."""
+        return len(self._running)
+
+    def take(self, envelope: Envelope) -> "asyncio.Task[None] | None":
+        """Answer the Completion in `envelope`, in the task returned; None for one that this worker has already.
+
+        The task ends when the last frame is on its way, and raises nothing.
+        """
+        request_id = envelope.request_id
         if request_id in self._running:
-            return
+            # Given out twice. The API process sends again what it takes for lost: it has not heard who has it.
+            self.outboxes.put(envelope.reply_to, Taken(request_id, self._worker))
+            return None
+        running = self._running[request_id] = _Running(envelope.reply_to)
         loop = asyncio.get_running_loop()
-        running = self._running[request_id] = _Running(reply_to)
+        # An answer that comes sooner says itself who has the request.
         running.taken = loop.call_later(
-            TAKEN_AFTER_SECONDS, self.outboxes.put, reply_to, Taken(request_id, self._worker)
+            TAKEN_AFTER_SECONDS, self.outboxes.put, running.reply_to, Taken(request_id, self._worker)
         )
         if self._counting is None:
             self._counting = loop.call_later(COUNT_EVERY_SECONDS, self._leave_counts)
+        running.task = loop.create_task(self._serve(envelope, running))
+        running.task.add_done_callback(lambda task: self._note_end(request_id, running, task))
+        return running.task
+
+    async def finish(self, *, within: float) -> None:
+        """Return once nothing runs; what does not end by itself within so many seconds ends with an error."""
+        if not await self._is_idle(within):
+            self.abort_all()
+            await self._is_idle(STOP_SECONDS)
+
+    async def _is_idle(self, within: float) -> bool:
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        return not tasks or not (await asyncio.wait(tasks, timeout=within))[1]
 
     def obey(self, message: Control) -> None:
         """Do what an API process asks."""
@@ -118,8 +147,6 @@ class CompletionService:
                 _remember(self._cancels, request_id, None, at_most=CANCELS_REMEMBERED)
                 if running is not None:
                     running.abort()
-                    if running.task is None:
-                        self._finish(running, Stopped(request_id, 0, 0))
                 elif request_id in self._ended:
                     # Redis may have lost its last frame, and the API process waits for its count.
                     self.outboxes.put(*self._ended[request_id])
@@ -133,43 +160,24 @@ class CompletionService:
             self._finish(running, stopping)
             running.abort()
 
-    def return_untouched(self) -> None:
-        """Celery has put back on the queue what no thread had begun: another worker will have it."""
-        for request_id, running in list(self._running.items()):
-            if running.task is None:
-                if running.taken is not None:
-                    running.taken.cancel()
-                self.outboxes.put(running.reply_to, Returned(request_id))
-                del self._running[request_id]
-
-    async def serve(self, envelope: Envelope) -> None:
-        """Answer one Completion; returns when its last frame is on its way, and raises nothing."""
-        request_id = envelope.request_id
-        self.announce(request_id, envelope.reply_to)
-        running = self._running[request_id]
-        if running.task is not None:
-            # Given out twice. The API process sends again what it takes for lost: it has not heard who has it.
-            self.outboxes.put(envelope.reply_to, Taken(request_id, self._worker))
-            return
-        running.task = asyncio.current_task()
-        try:
-            if running.is_aborted or request_id in self._cancels:
-                self._finish(running, Stopped(request_id, 0, 0))
-            else:
-                await self._serve(envelope, running)
-        except asyncio.CancelledError:
-            # An abort: whoever asked for it listens for the count alone.
-            if not running.is_aborted:
-                raise
+    def _note_end(self, request_id: str, running: _Running, task: "asyncio.Task[None]") -> None:
+        """The request's task has ended, perhaps before its first step."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("A request's end failed.", request_id=request_id, exc_info=error)
+        if running.taken is not None:
+            running.taken.cancel()
+        if running.is_aborted and not running.is_answered:
+            # Whoever asked for the end listens for the count alone.
             logger.info("A request was stopped: nobody waits for it.", request_id=request_id)
             self._finish(running, Stopped(request_id, *running.tokens))
-        finally:
-            if running.taken is not None:
-                running.taken.cancel()
-            del self._running[request_id]
+        del self._running[request_id]
+        self._on_end()
 
     async def _serve(self, envelope: Envelope, running: _Running) -> None:
         request_id = envelope.request_id
+        if request_id in self._cancels:
+            self._finish(running, Stopped(request_id, 0, 0))
+            return
         seconds_left = envelope.deadline - time.time()
         if time.monotonic() - self._listening_since() < settings.ENGINE_TIME_LIMIT.total_seconds():
             self._look_for_mark(request_id, running)

@@ -19,19 +19,19 @@ class ControlReader(StreamReader):
         self._on_message = on_message
         self.listening = asyncio.Event()
         self.listening_since = 0.0
-        super().__init__(url=url, stream=keys.control(model), task_name="control-reader")
+        super().__init__(url=url, key=keys.control(model), task_name="control-reader")
 
     async def open(self) -> None:
         """Begin with what comes from now on, or where it was lost."""
         if not self.last_id:
-            newest = await self.ask("XREVRANGE", self.stream, "+", "-", "COUNT", 1)
+            newest = await self.ask("XREVRANGE", self.key, "+", "-", "COUNT", 1)
             self.last_id = newest[0][0].decode() if newest else "0"
         self.listening_since = time.monotonic()
         self.listening.set()
 
     async def read(self) -> Any:
         """The entries that are new."""
-        return await self.ask("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self.stream, self.last_id)
+        return await self.ask("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self.key, self.last_id)
 
     def take(self, fields: list[bytes]) -> None:
         """Hand the message on."""

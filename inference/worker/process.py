@@ -1,7 +1,7 @@
-"""An inference worker's process: one engine in an event loop's thread, and a Celery worker that feeds it.
+"""An inference worker's process: one engine in an event loop's thread, and a Celery worker beside it.
 
-Celery's main thread takes messages, its threads wait in `complete`, and everything else (the engine, the answers, the
-control stream) lives in one event loop, so that vLLM batches what runs at once.
+The engine, the queue of Completions, their answers and the control stream live in one event loop, so that vLLM batches
+what runs at once. Celery, in the main thread, hears that there may be background work, and the signals.
 """
 
 import asyncio
@@ -10,19 +10,16 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
-import msgspec
 import psutil
 import structlog
 import uvloop
 from django.conf import settings
 
 from acsinfra.core.courier import Courier
-from inference.bus.envelope import Envelope
 from inference.bus.frames import Cancel, Control
 from inference.engine.environment import prepare_environment
 from inference.engine.errors import EngineRefused
@@ -37,6 +34,7 @@ from inference.worker.background import BackgroundWork, LentEngine, kinds_of_bac
 from inference.worker.completions import CompletionService
 from inference.worker.control import ControlReader
 from inference.worker.engine_life import EngineLife
+from inference.worker.intake import Intake
 from inference.worker.registry import Registration
 
 logger = structlog.get_logger(__name__)
@@ -45,6 +43,15 @@ ENGINE_STATE = settings.HOME / "engines"
 DRAIN_SECONDS = 10.0
 # After this an orderly end has failed.
 STOP_SECONDS = 60.0
+
+
+def requests_at_once(sequences: int) -> int:
+    """How many Completions an engine of so many sequences is given: some wait in it.
+
+    A sequence that ends is followed in the engine's next step only by one that is there already. Those that end in one
+    step are a sixteenth where answers have 16 tokens, and half where they have two.
+    """
+    return sequences + max(1, sequences // 2)
 
 
 class InferenceWorker:
@@ -70,6 +77,7 @@ class InferenceWorker:
         self._thread.start()
         self._service: CompletionService | None = None
         self._control: ControlReader | None = None
+        self._intake: Intake | None = None
         self._courier: Courier | None = None
         self._life: EngineLife | None = None
         self._background: list[BackgroundWork] = []
@@ -83,31 +91,26 @@ class InferenceWorker:
             logger.warning("An earlier engine was left running; it was ended.", pids=ended)
         self._await(self._start(registration))
 
-    def complete(self, envelope: dict[str, Any]) -> None:
-        """Answer the Completion in `envelope`; waits in the calling thread until it is over."""
-        if self._service is not None:
-            with suppress(CancelledError):
-                self._await(self._service.serve(msgspec.convert(envelope, Envelope)))
-
-    def announce(self, envelope: dict[str, Any]) -> None:
-        """Say that this worker has the Completion in `envelope`, though no thread may be free for it yet."""
-        if self._service is not None:
-            self._loop.call_soon_threadsafe(self._service.announce, envelope["request_id"], envelope["reply_to"])
-
     def look(self) -> None:
         """Background work may have come."""
         for work in self._background:
             self._loop.call_soon_threadsafe(work.look)
 
     def stop_taking(self) -> None:
-        """Begin no more background work; what runs goes on."""
+        """Begin nothing more; what runs goes on."""
         for work in self._background:
             self._loop.call_soon_threadsafe(work.stop_taking)
+        asyncio.run_coroutine_threadsafe(self._stop_intake(), self._loop)
 
-    def abort_all(self) -> None:
-        """End what still runs with an error."""
-        if self._service is not None:
-            self._loop.call_soon_threadsafe(self._service.abort_all)
+    def finish(self) -> None:
+        """Return once every Completion has ended; past `settings.ENGINE_TIME_LIMIT` they end with an error.
+
+        A SIGINT (a second one, by then) ends them at once. For the main thread.
+        """
+        service = self._service
+        if service is not None:
+            signal.signal(signal.SIGINT, lambda *_: self._loop.call_soon_threadsafe(service.abort_all))
+            self._await(self._finish())
 
     def stop(self) -> None:
         """End the engine and the event loop, after the last frames have gone out."""
@@ -150,6 +153,7 @@ class InferenceWorker:
             decode=self._tokenizer.decode,
             prompts_at_once=self._options.max_num_seqs,
             listening_since=lambda: self._control.listening_since if self._control is not None else 0.0,
+            on_end=lambda: self._intake.note_room() if self._intake is not None else None,
         )
 
         def obey(message: Control) -> None:
@@ -170,10 +174,25 @@ class InferenceWorker:
             sequences_at_once=self._options.max_num_seqs,
         )
         self._background = [kind.begin(lent) for kind in kinds_of_background()]
+        at_once = requests_at_once(self._options.max_num_seqs)
+        self._intake = Intake(
+            url=settings.BROKER_URL,
+            model=self.model.name,
+            room=lambda: at_once - service.n_running,
+            on_envelope=service.take,
+        )
+
+    async def _stop_intake(self) -> None:
+        if self._intake is not None and self._courier is not None:
+            await self._intake.stop(self._courier)
+
+    async def _finish(self) -> None:
+        await self._stop_intake()
+        if self._service is not None:
+            # Without an engine nothing ends by itself.
+            await self._service.finish(within=0 if self.is_lost else settings.ENGINE_TIME_LIMIT.total_seconds())
 
     async def _stop(self) -> None:
-        if self._service is not None:
-            self._service.return_untouched()
         for work in self._background:
             await work.finish(within=DRAIN_SECONDS)
         if self._service is not None:
@@ -210,6 +229,7 @@ def run(*, model: BaseModel, checkpoint: str, shares_machine: bool) -> int:
         _end_now(code)
     try:
         run_celery_worker(_worker, registration)
+        _worker.finish()
     finally:
         registration.leave()
         watchdog = threading.Timer(STOP_SECONDS, _end_now, args=(1,))

@@ -1,30 +1,25 @@
-"""The bus over a real Valkey and a real Celery worker: what API processes and inference workers say to each other."""
+"""The bus over a real Valkey: what API processes and inference workers say to each other."""
 
 import asyncio
-import base64
-import json
-import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from celery import Celery
 
 from acsinfra.core.courier import BrokerAway, Courier
 from acsinfra.core.errors import ApiError, ErrorCode
 from inference.bus import frames, keys
-from inference.bus.api import Bus
-from inference.bus.envelope import TASK, Envelope, celery_message, publish, read_work
-from inference.bus.frames import PIECE_BYTES, WINDOW_BYTES, Body, Cancel, Chunk, Control, Credit, End, Fault
+from inference.bus.api import LAST_COUNT_SECONDS, Bus
+from inference.bus.envelope import Envelope, publish, read_work
+from inference.bus.frames import PIECE_BYTES, WINDOW_BYTES, Body, Cancel, Chunk, Control, Credit, End, Fault, Stopped
 from inference.bus.replies import post_control
 from inference.wire import CompletionWork, Sampling
 from inference.worker import outbox
 from inference.worker.control import ControlReader
+from inference.worker.intake import Intake
 from inference.worker.outbox import ClientStalled, Outboxes, Window
 from tests.inference.broker import Broker
 
@@ -80,62 +75,96 @@ async def until(is_true: Any, *, seconds: float = 30.0) -> None:
 # The message
 
 
-def test_the_message_is_what_celery_itself_would_send(broker: Broker) -> None:
-    app = Celery("here", broker=broker.url)
-    app.conf.update(task_ignore_result=True)
+class Taker:
+    """A worker's intake that keeps what it gets; it has room for `room` requests at once."""
 
-    @app.task(name=TASK, shared=False)
-    def complete(*, envelope: dict[str, Any]) -> None:
-        raise AssertionError("never run here")
+    def __init__(self, url: str, *, room: int = 1000) -> None:
+        self.room = room
+        self.envelopes: list[Envelope] = []
+        self.intake = Intake(
+            url=url, model=MODEL, room=lambda: self.room - len(self.envelopes), on_envelope=self.envelopes.append
+        )
 
-    kwargs: dict[str, object] = {"envelope": {"request_id": "req_1"}}
-    queue = "inference.compared"
-    complete.apply_async(kwargs=kwargs, queue=queue)
-    with broker.client() as client:
-        theirs = json.loads(client.rpop(queue) or b"")
-        assert client.llen(queue) == 0
-    ours = json.loads(celery_message(task=TASK, queue=queue, kwargs=kwargs))
-    volatile = {"id", "root_id", "correlation_id", "delivery_tag", "reply_to", "origin", "argsrepr", "kwargsrepr"}
-    for part in ("headers", "properties"):
-        assert {name: value for name, value in ours[part].items() if name not in volatile} == {
-            name: value for name, value in theirs[part].items() if name not in volatile
-        }
-        assert ours[part].keys() == theirs[part].keys()
-    assert {name: ours[name] for name in ours if name not in ("headers", "properties", "body")} == {
-        name: theirs[name] for name in theirs if name not in ("headers", "properties", "body")
-    }
-    assert json.loads(base64.b64decode(ours["body"])) == json.loads(base64.b64decode(theirs["body"]))
+    def ids(self) -> list[str]:
+        return [envelope.request_id for envelope in self.envelopes]
 
 
-async def test_a_celery_worker_runs_what_was_published(broker: Broker, courier: Courier) -> None:
+async def test_a_worker_takes_what_was_published_in_order(broker: Broker, courier: Courier) -> None:
     small, large, last = work("req_small"), work("req_large", prompt=tuple(range(100_000))), work("req_last")
     await publish(small, reply_to="api-1", courier=courier)
     await publish(large, reply_to="api-1", courier=courier)
     # A publish that is tried again after a lost connection arrives once.
     await publish(small, reply_to="api-1", courier=courier)
+    taker = Taker(broker.url)
+    await until(lambda: len(taker.envelopes) == 2)
     await publish(last, reply_to="api-1", courier=courier)
-    celery = [sys.executable, "-m", "celery", "--quiet", "--app=tests.inference.celery_there", "worker"]
-    options = ["--pool=solo", f"--queues={keys.queue(MODEL)}", "--without-gossip", "--without-mingle"]
-    worker = await asyncio.create_subprocess_exec(
-        *celery, *options, env=os.environ | {"BROKER_URL": broker.url}, stdout=asyncio.subprocess.PIPE
-    )
-    assert worker.stdout is not None
-    received: list[dict[str, Any]] = []
-    try:
-        async with asyncio.timeout(60):
-            while not received or received[-1]["request_id"] != "req_last":
-                received.append(json.loads(await worker.stdout.readline()))
-    finally:
-        worker.kill()
-        await worker.wait()
-    assert [envelope["request_id"] for envelope in received] == ["req_small", "req_large", "req_last"]
-    envelopes = {envelope["request_id"]: msgspec.convert(envelope, Envelope) for envelope in received}
-    assert envelopes["req_small"].pieces == 0
-    assert envelopes["req_large"].pieces > 1
-    assert await read_work(envelopes["req_small"], courier) == small
-    assert await read_work(envelopes["req_large"], courier) == large
+    await until(lambda: len(taker.envelopes) == 3)
+    assert taker.ids() == ["req_small", "req_large", "req_last"]
+    assert {envelope.reply_to for envelope in taker.envelopes} == {"api-1"}
+    assert taker.envelopes[0].pieces == 0
+    assert taker.envelopes[1].pieces > 1
+    assert await read_work(taker.envelopes[0], courier) == small
+    assert await read_work(taker.envelopes[1], courier) == large
     assert await courier.ask("EXISTS", keys.pieces("req_large")) == 0
-    assert await read_work(envelopes["req_large"], courier) is None
+    assert await read_work(taker.envelopes[1], courier) is None
+    await taker.intake.stop(courier)
+
+
+async def test_a_worker_takes_no_more_than_it_has_room_for(broker: Broker, courier: Courier) -> None:
+    for number in range(40):
+        await publish(work(f"req_room_{number}"), reply_to="api-1", courier=courier)
+    taker = Taker(broker.url, room=3)
+    await until(lambda: len(taker.envelopes) == 3)
+    await asyncio.sleep(0.1)
+    assert await courier.ask("LLEN", keys.queue(MODEL)) == 37
+    del taker.envelopes[0]
+    taker.intake.note_room()
+    await until(lambda: len(taker.envelopes) == 3)
+    # Two that come to a long queue share it.
+    taker.room, other = 40, Taker(broker.url)
+    taker.intake.note_room()
+    await until(lambda: len(taker.envelopes) + len(other.envelopes) == 39)
+    await asyncio.gather(taker.intake.stop(courier), other.intake.stop(courier))
+
+
+async def test_a_worker_that_stops_takes_nothing_more(broker: Broker, courier: Courier) -> None:
+    taker = Taker(broker.url)
+    await publish(work("req_first"), reply_to="api-1", courier=courier)
+    await until(lambda: taker.ids() == ["req_first"])
+    # It waits in Redis for the next, or has no room and waits for that.
+    await taker.intake.stop(courier)
+    full = Taker(broker.url, room=0)
+    await asyncio.sleep(0.1)
+    await full.intake.stop(courier)
+    await publish(work("req_second"), reply_to="api-1", courier=courier)
+    assert (taker.ids(), full.ids()) == (["req_first"], [])
+    assert await courier.ask("LLEN", keys.queue(MODEL)) == 1
+    await courier.ask("DEL", keys.queue(MODEL))
+
+
+async def test_a_message_that_cannot_be_read_is_passed_over(broker: Broker, courier: Courier) -> None:
+    for message in (b"", b"\xff", b"null", b"[]", b'{"body": "of another version"}'):
+        await courier.ask("LPUSH", keys.queue(MODEL), message)
+    await publish(work("req_readable"), reply_to="api-1", courier=courier)
+    taker = Taker(broker.url)
+    await until(lambda: taker.ids() == ["req_readable"])
+    await taker.intake.stop(courier)
+
+
+async def test_a_worker_waits_for_a_broker_that_is_away(tmp_path: Path) -> None:
+    broker = Broker(tmp_path)
+    broker.start()
+    courier, taker = Courier(broker.url), Taker(broker.url)
+    await courier.ask("PING")
+    await asyncio.to_thread(broker.kill)
+    await asyncio.to_thread(broker.start)
+    await publish(work("req_after"), reply_to="api-1", courier=courier)
+    await until(lambda: taker.ids() == ["req_after"])
+    await asyncio.to_thread(broker.kill)
+    # One that stops meanwhile does not wait for it.
+    async with asyncio.timeout(30):
+        await taker.intake.stop(courier)
+    await courier.close()
 
 
 async def test_no_value_of_a_large_work_is_large(broker: Broker, courier: Courier) -> None:
@@ -293,6 +322,28 @@ async def test_giving_up_a_request_leaves_word_and_a_mark(broker: Broker, bus: B
     await control.close()
 
 
+async def test_a_request_that_is_stopped_in_its_queue_is_out_of_it_and_counts_nothing(
+    bus: Bus, courier: Courier
+) -> None:
+    await courier.ask("DEL", keys.queue(MODEL))
+    large = work("req_large_waiting", prompt=tuple(range(100_000)))
+    waiting, other = await bus.send(large), await bus.send(work("req_other"))
+    started = time.monotonic()
+    assert await bus.stop(waiting) == (0, 0)
+    assert time.monotonic() - started < LAST_COUNT_SECONDS
+    assert bus.waiting == 1
+    assert await courier.ask("LLEN", keys.queue(MODEL)) == 1
+    assert await courier.ask("EXISTS", keys.pieces(large.request_id), keys.cancelled(large.request_id)) == 0
+    # One that a worker has is stopped there.
+    await courier.ask("DEL", keys.queue(MODEL))
+    stopping = asyncio.create_task(bus.stop(other))
+    async with asyncio.timeout(30):
+        while await courier.ask("EXISTS", keys.cancelled("req_other")) == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    outboxes(courier).put(bus.process, Stopped("req_other", 2, 1))
+    assert await stopping == (2, 1)
+
+
 # The watch
 
 
@@ -356,17 +407,6 @@ async def test_requests_that_nobody_takes_end_when_no_engine_is_left(broker: Bro
     assert isinstance(fault, Fault)
     assert fault.error().code is ErrorCode.MODEL_UNAVAILABLE
     await bus.close()
-
-
-async def test_a_request_that_a_stopping_worker_put_back_waits_for_another(bus: Bus, courier: Courier) -> None:
-    inbox = await bus.send(work("req_back"))
-    one, other = outboxes(courier, worker="w1"), outboxes(courier, worker="w2")
-    one.put(bus.process, frames.Taken("req_back", "w1"))
-    one.put(bus.process, frames.Returned("req_back"))
-    await one.drain(within=5)
-    other.put(bus.process, Body("req_back", 1, b"!"))
-    assert await inbox.next() == Body("req_back", 1, b"!")
-    assert inbox.worker == "w2"
 
 
 # Redis

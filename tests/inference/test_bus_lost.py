@@ -1,20 +1,17 @@
 """Messages that are lost before a worker has said that it has them: sent again, once each, in their order."""
 
 import asyncio
-import base64
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
 from acsinfra.core.courier import Courier
 from inference.bus import keys
 from inference.bus.api import Bus
-from inference.bus.envelope import Envelope, read_work, send_again
-from inference.bus.frames import Cancel, Control, End, Returned, Taken
+from inference.bus.envelope import Envelope, decode_envelope, read_work, send_again
+from inference.bus.frames import Cancel, Control, End, Taken
 from inference.bus.lost import send_lost_again
 from inference.bus.replies import Inbox
 from inference.worker.control import ControlReader
@@ -95,8 +92,7 @@ async def until_in_line(courier: Courier, messages: list[bytes]) -> None:
 
 async def take(courier: Courier) -> Envelope:
     popped: Any = await courier.ask("RPOP", QUEUE)
-    envelope = json.loads(base64.b64decode(json.loads(popped)["body"]))[1]["envelope"]
-    return msgspec.convert(envelope, Envelope)
+    return decode_envelope(popped)
 
 
 async def answered(inbox: Inbox) -> bool:
@@ -169,18 +165,6 @@ async def test_what_nobody_waits_for_is_not_sent_again(
     async with watch.looking():
         assert await stopping is None
     assert await in_line(courier) == []
-
-
-async def test_what_was_put_back_by_a_stopping_worker_is_in_line(bus: Bus, courier: Courier, watch: Watch) -> None:
-    inbox = await bus.send(work("req_returned"))
-    boxes = outboxes(courier)
-    boxes.put(bus.process, Taken("req_returned", "worker-1"))
-    await until(lambda: inbox.worker == "worker-1")
-    boxes.put(bus.process, Returned("req_returned"))
-    await until(lambda: inbox.worker is None)
-    async with watch.looking():
-        pass
-    assert len(await in_line(courier)) == 1
 
 
 async def test_a_sending_that_is_tried_again_after_a_lost_connection_arrives_once(bus: Bus, courier: Courier) -> None:

@@ -13,7 +13,7 @@ from acsinfra.core.errors import ErrorCode
 from inference.bus import keys
 from inference.bus.api import Bus
 from inference.bus.envelope import Envelope
-from inference.bus.frames import Cancel, Fault, Frame, Returned, Taken
+from inference.bus.frames import Cancel, Fault, Frame, Stopped, Taken
 from inference.bus.replies import Inbox
 from inference.wire import CompletionWork, Sampling
 from inference.worker.completions import CompletionService
@@ -62,8 +62,14 @@ class Exchange:
             request_id=request_id,
             reply_to=self.bus.process,
             deadline=work.deadline,
-            work=msgspec.json.encode(work).decode(),
+            work=msgspec.Raw(msgspec.json.encode(work)),
         )
+
+    async def serve(self, envelope: Envelope) -> None:
+        """Have the worker take it; returns when its last frame is on its way."""
+        task = self.service.take(envelope)
+        if task is not None:
+            await asyncio.wait([task])
 
     def inbox(self, request_id: str) -> Inbox:
         inbox = Inbox(request_id=request_id, model="tiny", courier=self.courier)
@@ -92,53 +98,53 @@ async def exchange(broker: Broker) -> AsyncIterator[Exchange]:
 async def test_a_cancel_that_overtakes_its_request_is_obeyed(exchange: Exchange) -> None:
     exchange.service.obey(Cancel("req_1"))
     async with asyncio.timeout(SOON_SECONDS):
-        await exchange.service.serve(exchange.envelope("req_1"))
+        await exchange.serve(exchange.envelope("req_1"))
 
 
 async def test_a_cancel_from_before_the_worker_began_has_left_its_mark(exchange: Exchange) -> None:
     await exchange.courier.ask("SET", keys.cancelled("req_2"), "1", "EX", 60)
     async with asyncio.timeout(SOON_SECONDS):
-        await exchange.service.serve(exchange.envelope("req_2"))
+        await exchange.serve(exchange.envelope("req_2"))
     assert exchange.service.busy_processes() == set()
 
 
 async def test_a_request_that_comes_too_late_is_not_begun(exchange: Exchange) -> None:
     inbox = exchange.inbox("req_3")
-    await exchange.service.serve(exchange.envelope("req_3", seconds=-1))
+    await exchange.serve(exchange.envelope("req_3", seconds=-1))
     assert (await exchange.fault(inbox)).code == "engine_timeout"
 
 
 async def test_a_request_waits_for_its_engine_until_its_deadline_only(exchange: Exchange) -> None:
     inbox = exchange.inbox("req_4")
     started = time.monotonic()
-    await exchange.service.serve(exchange.envelope("req_4", seconds=0.5))
+    await exchange.serve(exchange.envelope("req_4", seconds=0.5))
     assert 0.3 < time.monotonic() - started < 5
     assert (await exchange.fault(inbox)).code == "engine_timeout"
 
 
 async def test_work_whose_pieces_are_gone_is_a_fault(exchange: Exchange) -> None:
     inbox = exchange.inbox("req_5")
-    await exchange.service.serve(msgspec.structs.replace(exchange.envelope("req_5"), work=None, pieces=2))
+    await exchange.serve(msgspec.structs.replace(exchange.envelope("req_5"), pieces=2))
     assert (await exchange.fault(inbox)).code == "service_unavailable"
 
 
 async def test_a_request_that_is_given_out_twice_runs_once(exchange: Exchange) -> None:
-    first = asyncio.create_task(exchange.service.serve(exchange.envelope("req_6")))
+    first = asyncio.create_task(exchange.serve(exchange.envelope("req_6")))
     await asyncio.sleep(0.05)
     # The API process sends again what no worker says it has: Redis lost the word.
     inbox = exchange.inbox("req_6")
     async with asyncio.timeout(SOON_SECONDS):
-        await exchange.service.serve(exchange.envelope("req_6"))
+        await exchange.serve(exchange.envelope("req_6"))
     assert not first.done()
     await until(lambda: inbox.worker == "worker-1")
     exchange.service.obey(Cancel("req_6"))
     async with asyncio.timeout(SOON_SECONDS):
         await first
         # What comes a second time once nobody waits for it is not begun.
-        await exchange.service.serve(exchange.envelope("req_6"))
+        await exchange.serve(exchange.envelope("req_6"))
 
 
-async def test_a_worker_says_what_it_has_and_what_it_put_back(exchange: Exchange) -> None:
+async def test_a_worker_says_soon_what_it_has(exchange: Exchange) -> None:
     inbox = exchange.inbox("req_7")
     seen: list[Frame] = []
     accept = inbox.accept
@@ -147,26 +153,36 @@ async def test_a_worker_says_what_it_has_and_what_it_put_back(exchange: Exchange
         seen.append(frame)
         accept(frame, worker=worker)
 
-    def holder() -> str | None:
-        return inbox.worker
-
     inbox.accept = keep  # type: ignore[method-assign]
-    exchange.service.announce("req_7", exchange.bus.process)
+    exchange.service.take(exchange.envelope("req_7"))
+    await until(lambda: inbox.worker == "worker-1")
+    assert seen == [Taken("req_7", "worker-1")]
+    exchange.service.abort_all()
+
+
+async def test_a_request_that_is_stopped_before_its_first_step_is_counted_as_nothing(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_14")
+    last = inbox.skip_to_last()
+    exchange.service.take(exchange.envelope("req_14"))
+    exchange.service.obey(Cancel("req_14"))
     async with asyncio.timeout(SOON_SECONDS):
-        while holder() != "worker-1":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    exchange.service.return_untouched()
-    await exchange.service.outboxes.drain(within=5)
+        assert await last == Stopped("req_14", 0, 0)
+    assert exchange.service.n_running == 0
+
+
+async def test_a_worker_that_stops_waits_for_what_it_has_and_then_ends_it(exchange: Exchange) -> None:
+    inbox = exchange.inbox("req_15")
+    await exchange.service.finish(within=SOON_SECONDS)
+    exchange.service.take(exchange.envelope("req_15"))
     async with asyncio.timeout(SOON_SECONDS):
-        while len(seen) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert holder() is None
-    assert seen == [Taken("req_7", "worker-1"), Returned("req_7")]
+        await exchange.service.finish(within=0.1)
+    assert (await exchange.fault(inbox)).message == "The inference worker is stopping."
+    assert exchange.service.n_running == 0
 
 
 async def test_what_still_runs_when_time_is_up_ends_with_an_error(exchange: Exchange) -> None:
     inbox = exchange.inbox("req_8")
-    serving = asyncio.create_task(exchange.service.serve(exchange.envelope("req_8")))
+    serving = asyncio.create_task(exchange.serve(exchange.envelope("req_8")))
     await asyncio.sleep(0.05)
     exchange.service.abort_all()
     assert (await exchange.fault(inbox)).code == "engine_error"
@@ -177,7 +193,7 @@ async def test_what_still_runs_when_time_is_up_ends_with_an_error(exchange: Exch
 async def test_the_requests_of_an_api_process_that_is_gone_are_stopped(exchange: Exchange) -> None:
     envelope = msgspec.structs.replace(exchange.envelope("req_9"), reply_to="no-such-process")
     async with asyncio.timeout(SOON_SECONDS):
-        await exchange.service.serve(envelope)
+        await exchange.serve(envelope)
     assert exchange.service.busy_processes() == set()
 
 
@@ -188,7 +204,7 @@ async def test_a_request_that_is_stopped_says_what_it_counted(exchange: Exchange
     inbox = exchange.inbox("req_10")
     control = ControlReader(url=exchange.broker_url, model="tiny", on_message=exchange.service.obey)
     await control.listening.wait()
-    serving = asyncio.create_task(exchange.service.serve(exchange.envelope("req_10")))
+    serving = asyncio.create_task(exchange.serve(exchange.envelope("req_10")))
     await asyncio.sleep(0.05)
     async with asyncio.timeout(SOON_SECONDS):
         assert await exchange.bus.stop(inbox) == (0, 0)

@@ -1,8 +1,8 @@
-"""How a Celery worker of an engine is set up."""
+"""How an inference worker is set up."""
 
 import pytest
 
-from inference.worker.celery_worker import requests_at_once
+from inference.worker.process import requests_at_once
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 3, 64, 256])
