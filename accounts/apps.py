@@ -9,7 +9,8 @@ class AccountsConfig(AppConfig):
     name = "accounts"
 
     def ready(self) -> None:
-        """Let drf-spectacular know of our keys, and note each sign-in."""
-        from accounts import schema, sign_ins  # noqa: F401
+        """Let drf-spectacular know of our keys, note each sign-in, and hear of changes of keys."""
+        from accounts import recent_keys, schema, sign_ins  # noqa: F401
 
         sign_ins.connect()
+        recent_keys.connect()

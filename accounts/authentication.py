@@ -1,4 +1,4 @@
-"""Who sends a request: `Authorization: Bearer <key>`, looked up by its hash in one query; or the App's session."""
+"""Who sends a request: `Authorization: Bearer <key>`, looked up by its hash in one query at most; or a session."""
 
 import asyncio
 import time
@@ -10,9 +10,10 @@ from django.utils import timezone
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.request import Request
 
+from accounts import recent_keys
 from accounts.keys import digest_of, is_key_text
 from accounts.models import ApiKey, User
-from accounts.rates import begin_count, require_rate, require_rate_of_user
+from accounts.rates import begin_count, end_count, require_rate, require_rate_of_user
 from accounts.selectors import find_key, find_key_async
 from acsinfra.core.db import connection, give_back_connection
 from acsinfra.core.errors import ApiError, ErrorCode, invalid_api_key
@@ -53,7 +54,7 @@ class ApiKeyAuthentication(BaseAuthentication):
         """The User and the key of `request`; `401 invalid_api_key`, or `429 rate_limited` past the key's rate."""
         digest = _digest_in(request)
         count = begin_count(digest)
-        key = _accept(await find_key_async(digest), request._request)
+        key = _accept(await _find_key(digest, count), request._request)
         await require_rate(key, digest=digest, begun=count)
         if _is_due(key.last_used_at):
             _note_use(key)
@@ -69,6 +70,19 @@ class ApiKeyAuthentication(BaseAuthentication):
     def authenticate_header(self, request: Request) -> str:
         """What `WWW-Authenticate` says."""
         return "Bearer"
+
+
+async def _find_key(digest: bytes, count: "asyncio.Future[object] | None") -> ApiKey | None:
+    if count is not None and recent_keys.is_kept(digest):
+        recent = recent_keys.find(digest, generation=(await end_count(count)).generation)
+        if recent is not None:
+            return recent
+    # Said before the look: what changes a row and then draws a generation is seen here, or has a newer one.
+    generation = recent_keys.newest_generation()
+    key = await find_key_async(digest)
+    if key is not None:
+        recent_keys.keep(digest, key, generation=generation)
+    return key
 
 
 def _digest_in(request: Request) -> bytes:

@@ -1,12 +1,34 @@
 """Users and API keys."""
 
+from typing import ClassVar
+
 from django.conf import settings
-from django.contrib.auth.models import AbstractUser
+from django.contrib.auth.models import AbstractUser, UserManager
 from django.contrib.sessions.models import Session
 from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models.functions import Lower
 from django.utils import timezone
+
+from accounts.generations import ChangesNoted
+
+
+class Users(UserManager["User"]):
+    """Django's manager of Users, whose changes are noted."""
+
+    use_in_migrations = False
+
+    def get_queryset(self) -> ChangesNoted["User"]:
+        """All Users."""
+        return ChangesNoted(self.model, using=self._db)
+
+
+class ApiKeys(models.Manager["ApiKey"]):
+    """The manager of keys, whose changes are noted."""
+
+    def get_queryset(self) -> ChangesNoted["ApiKey"]:
+        """All keys."""
+        return ChangesNoted(self.model, using=self._db)
 
 
 class User(AbstractUser):
@@ -36,6 +58,7 @@ class User(AbstractUser):
     )
 
     REQUIRED_FIELDS = ["email"]
+    objects: ClassVar[Users] = Users()
 
     class Meta:
         constraints = [
@@ -72,6 +95,8 @@ class ApiKey(models.Model):
     paused_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True)
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False)
+
+    objects = ApiKeys()
 
     class Meta:
         verbose_name = "API key"

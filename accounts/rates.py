@@ -1,16 +1,20 @@
 """How many requests a key sends in a minute, right across API processes: Redis counts, in one script.
 
-The count is under way while the key is looked up in the database, and so costs a request no round trip of its own.
-While Redis is away nothing is counted: reading must still work, and what needs Redis fails by itself.
+The count is under way while the key is looked up in the database, and so costs a request no round trip of its own; and
+its answer says whether the key that was looked up just before may be taken again (`accounts.recent_keys`). While Redis
+is away nothing is counted: reading must still work, and what needs Redis fails by itself.
 """
 
 import asyncio
 import time
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, cast
 
 import structlog
 from redis.exceptions import RedisError
 
+from accounts import recent_keys
+from accounts.generations import GENERATION
 from accounts.models import ApiKey, User
 from accounts.selectors import limit
 from acsinfra.core.courier import BrokerAway, shared_courier
@@ -49,28 +53,48 @@ if has_room then
 end
 redis.call('HSET', KEYS[1], 'total', total, 'oldest', oldest)
 redis.call('EXPIRE', KEYS[1], 61)
-if has_room then return 0 end
+local generation = redis.call('GET', KEYS[2])
+if has_room then return {0, generation} end
 for second = oldest, now do
   total = total - (tonumber(redis.call('HGET', KEYS[1], second)) or 0)
-  if total < limit then return second + 60 - now end
+  if total < limit then return {second + 60 - now, generation} end
 end
-return 60
+return {60, generation}
 """
 
-type _Count = asyncio.Future[object]
+type _Asked = asyncio.Future[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """In how many seconds there is room for the request, 0 for now; and the generation of keys and Users in Redis.
+
+    `generation` is None where Redis is away, and nothing was counted.
+    """
+
+    seconds: int
+    generation: bytes | None
+
+
+NOT_COUNTED: Final = Count(0, None)
 
 # The keys that this process has met, by their digest: whose request to count, and against what, before it is looked up.
 _known: dict[bytes, tuple[int, int]] = {}
 _away_until = 0.0
 
 
-def begin_count(digest: bytes) -> _Count | None:
+def begin_count(digest: bytes) -> _Asked | None:
     """Begin to count a request of the key with this digest; None where only the look-up can tell which one it is."""
     known = _known.get(digest)
     return None if known is None else _ask(*known)
 
 
-async def require_rate(key: ApiKey, *, digest: bytes, begun: _Count | None) -> None:
+async def end_count(begun: _Asked | None) -> Count:
+    """What came of `begin_count`."""
+    return NOT_COUNTED if begun is None else await _answer(begun)
+
+
+async def require_rate(key: ApiKey, *, digest: bytes, begun: _Asked | None) -> None:
     """Count the request, as `begin_count` began to, or raise `429 rate_limited` with `Retry-After`."""
     per_minute = limit(key.user, "requests_per_minute") or 0
     if _known.get(digest) != (key.pk, per_minute):
@@ -78,51 +102,50 @@ async def require_rate(key: ApiKey, *, digest: bytes, begun: _Count | None) -> N
             _known.clear()
         _known[digest] = (key.pk, per_minute)
         begun = None
-    await _require("This API key", begun or _ask(key.pk, per_minute), per_minute)
+    _require("This API key", await end_count(begun or _ask(key.pk, per_minute)), per_minute)
 
 
 async def require_rate_of_user(user: User) -> None:
     """Count a request that `user` sends from the App, beside those of their keys, or raise `429 rate_limited`."""
     per_minute = limit(user, "requests_per_minute") or 0
-    await _require("The App", _ask(f"user-{user.pk}", per_minute), per_minute)
+    _require("The App", await end_count(_ask(f"user-{user.pk}", per_minute)), per_minute)
 
 
-async def _require(who: str, count: _Count | None, per_minute: int) -> None:
-    seconds = 0 if count is None else await _answer(count)
-    if seconds:
+def _require(who: str, count: Count, per_minute: int) -> None:
+    if count.seconds:
         raise ApiError(
             ErrorCode.RATE_LIMITED,
-            f"{who} may send {per_minute:,} requests a minute; there is room again in {seconds} s.",
-            headers={"Retry-After": str(seconds)},
+            f"{who} may send {per_minute:,} requests a minute; there is room again in {count.seconds} s.",
+            headers={"Retry-After": str(count.seconds)},
         )
 
 
-def _ask(sender: int | str, per_minute: int) -> _Count | None:
+def _ask(sender: int | str, per_minute: int) -> _Asked | None:
     """The count under way; None while Redis is away."""
     if time.monotonic() < _away_until:
         return None
-    count = shared_courier().ask("EVAL", _COUNT, 1, f"acs:rate:{sender}", per_minute, patience=PATIENCE_SECONDS)
+    names = (f"acs:rate:{sender}", GENERATION)
+    count = shared_courier().ask("EVAL", _COUNT, len(names), *names, per_minute, patience=PATIENCE_SECONDS)
     # Of a request that goes away, or whose key turns out to be none, nobody hears the answer.
     count.add_done_callback(_hear)
     return count
 
 
-def _hear(count: _Count) -> None:
+def _hear(count: _Asked) -> None:
     if not count.cancelled():
         count.exception()
 
 
-async def _answer(count: _Count) -> int:
-    """In how many seconds there is room; 0: now, or Redis is away."""
+async def _answer(asked: _Asked) -> Count:
     global _away_until
     try:
-        if not count.done():
+        if not asked.done():
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await count
-        seconds = count.result()
+                await asked
+        seconds, generation = cast("tuple[int, bytes | None]", asked.result())
     except (BrokerAway, RedisError, TimeoutError) as error:
         _away_until = time.monotonic() + AWAY_SECONDS
         logger.warning("requests are not counted: the broker is away", reason=type(error).__name__)
-        return 0
-    assert isinstance(seconds, int)
-    return seconds
+        return NOT_COUNTED
+    recent_keys.note_generation(generation or b"")
+    return Count(seconds, generation or b"")

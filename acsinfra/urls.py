@@ -15,6 +15,8 @@ handler500 = "acsinfra.core.bare_pages.server_error"
 register_converter(AnyCaseUUIDConverter, "any_uuid")
 
 urlpatterns = [
+    # First, because Django tries the patterns one by one, and this is the route that must be quick.
+    path("", include("inference.urls")),
     path("healthz", views.healthz),
     path("readyz", views.readyz),
     path("files/<str:token>/<str:name>", serve_link),
@@ -25,7 +27,6 @@ urlpatterns = [
     path("llms.txt", pages.llms_txt, name="llms-txt"),
     path("v1/chat/completions", views.ChatCompletionsView.as_view()),
     path("", include("budgets.urls")),
-    path("", include("inference.urls")),
     path("", include("harvest.urls")),
     path("", include("jobs.urls")),
     re_path(r"^(?:v1|files)(?:/|$)", views.unknown_route),

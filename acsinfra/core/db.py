@@ -20,6 +20,7 @@ from asgiref.sync import sync_to_async
 from django.db import InterfaceError, OperationalError, close_old_connections, connections
 from psycopg import AsyncConnection
 from psycopg.abc import Params
+from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 POOL_SIZE = (2, 8)
@@ -47,24 +48,25 @@ class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
         self._turns = asyncio.Semaphore(self.max_size)
         self._failed_at = -math.inf
 
-    @asynccontextmanager
-    async def connection(self, timeout: float | None = None) -> AsyncGenerator[AsyncConnection[Row]]:  # noqa: ASYNC109 (psycopg_pool's signature)
+    def connection(self, timeout: float | None = None) -> "_Turn":  # type: ignore[override]
         """A connection for one step. Raises PoolTimeout within seconds when there is none to be had."""
-        began = time.monotonic()
-        await self._take_turn()
-        try:
-            # Whoever has waited while another got none need not try for as long again.
-            if self._failed_at > began:
-                raise PoolTimeout("the database is away")
-            async with super().connection(timeout) as taken:
-                yield taken
-        except PoolTimeout:
-            self._failed_at = time.monotonic()
-            raise
-        finally:
-            self._turns.release()
+        return _Turn(self, timeout)
 
-    async def _take_turn(self) -> None:
+    async def take_turn(self) -> None:
+        """Wait for one of the turns, which `give_turn_back` ends. Raises PoolTimeout."""
+        began = time.monotonic()
+        await self._wait_for_turn()
+        # Whoever has waited while another got none need not try for as long again.
+        if self._failed_at > began:
+            self._failed_at = time.monotonic()
+            self._turns.release()
+            raise PoolTimeout("the database is away")
+
+    def give_turn_back(self) -> None:
+        """The step is over."""
+        self._turns.release()
+
+    async def _wait_for_turn(self) -> None:
         if not self._turns.locked():
             # At once, without a timer.
             await self._turns.acquire()
@@ -84,7 +86,44 @@ class Pool(AsyncConnectionPool[AsyncConnection[Row]]):
                 return await super().getconn(timeout)
             except PoolTimeout:
                 if _failures(self) > failures or time.monotonic() >= give_up_at:
+                    self._failed_at = time.monotonic()
                     raise
+
+
+class _Turn:
+    """psycopg_pool's `connection()`, in turn, and without a commit of what an autocommit connection has committed.
+
+    A class, because a generator as a context manager, around another one, costs a statement a tenth of its time.
+    """
+
+    __slots__ = ("_pool", "_taken", "_timeout")
+
+    def __init__(self, pool: Pool, timeout: float | None) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._taken: AsyncConnection[Row] | None = None
+
+    async def __aenter__(self) -> AsyncConnection[Row]:
+        pool = self._pool
+        await pool.take_turn()
+        try:
+            taken = self._taken = await pool.getconn(self._timeout)
+        except BaseException:
+            pool.give_turn_back()
+            raise
+        return taken
+
+    async def __aexit__(self, *raised: Any) -> None:
+        taken, self._taken = self._taken, None
+        assert taken is not None
+        try:
+            if raised[0] is not None or taken.info.transaction_status is not TransactionStatus.IDLE:
+                await taken.__aexit__(*raised)
+        finally:
+            try:
+                await self._pool.putconn(taken)
+            finally:
+                self._pool.give_turn_back()
 
 
 def _failures(pool: "AsyncConnectionPool[Any] | ConnectionPool[Any]") -> int:

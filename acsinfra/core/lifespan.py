@@ -4,6 +4,7 @@ An app registers an async context manager from its `AppConfig.ready`; they are e
 startup and left in reverse at its shutdown.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
@@ -56,6 +57,9 @@ class Lifespan:
                 logger.exception("the API cannot start")
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
+            # What is loaded by now stays: no collection need walk through it again, for tens of milliseconds.
+            gc.collect()
+            gc.freeze()
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
