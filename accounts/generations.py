@@ -17,7 +17,9 @@ GENERATION: Final = "acs:keys"
 
 def forget_everywhere() -> None:
     """Have every API process look keys up again, once the transaction that runs is committed."""
-    transaction.on_commit(_draw_generation, robust=True)
+    # One draw says it of all that a transaction changes.
+    if not any(called is _draw_generation for _, called, _ in transaction.get_connection().run_on_commit):
+        transaction.on_commit(_draw_generation, robust=True)
 
 
 def _draw_generation() -> None:

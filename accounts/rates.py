@@ -138,6 +138,9 @@ def _hear(count: _Asked) -> None:
 
 async def _answer(asked: _Asked) -> Count:
     global _away_until
+    if asked.cancelled():
+        # Who waited for it before has given it up.
+        return NOT_COUNTED
     try:
         if not asked.done():
             async with asyncio.timeout(PATIENCE_SECONDS):

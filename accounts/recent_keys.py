@@ -15,7 +15,7 @@ from accounts.generations import forget_everywhere
 from accounts.models import ApiKey, User
 
 KEPT_SECONDS: Final = 1.0
-KEPT_AT_MOST: Final = 10_000
+KEPT_AT_MOST: Final = 1_000
 
 
 class _Recent(NamedTuple):

@@ -220,7 +220,7 @@ SPECTACULAR_SETTINGS = {
     "POSTPROCESSING_HOOKS": ["acsinfra.core.schema_document.complete_document"],
 }
 
-# Celery: messages are hints or small envelopes, JSON only, no results
+# Celery: messages are hints, JSON only, no results
 CELERY = {
     "broker_url": BROKER_URL,
     "task_serializer": "json",
@@ -232,7 +232,13 @@ CELERY = {
     "worker_send_task_events": False,
     "worker_enable_remote_control": False,
     "broker_connection_retry_on_startup": True,
-    "broker_transport_options": {"visibility_timeout": 24 * 3600, "socket_connect_timeout": 5},
+    "broker_transport_options": {
+        "visibility_timeout": 24 * 3600,
+        "socket_connect_timeout": 5,
+        # Longer than Celery waits for a message.
+        "socket_timeout": 30,
+        "socket_keepalive": True,
+    },
 }
 
 # Limits: each is the default that an operator may override for one User in the admin

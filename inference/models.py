@@ -9,7 +9,7 @@ from django.db.models import F, Q
 
 from inference.engine_args import check_engine_args
 
-# A name stands in URLs and in the names of Celery queues.
+# A name stands in URLs and in the names of queues.
 MODEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
 
 

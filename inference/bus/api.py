@@ -137,6 +137,8 @@ class Bus:
             return False
         if is_out:
             self._inboxes.pop(inbox.request_id, None)
+            # A Redis that came back from its file may have in the queue what a worker has taken.
+            self._cancel(inbox)
         return is_out
 
     async def left_count(self, request_id: str) -> Count | None:
@@ -246,8 +248,12 @@ class Bus:
         untaken = [i for i in self._inboxes.values() if i.worker is None and i.published_at < untaken_since]
         for model in {inbox.model for inbox in untaken}:
             if not await self._is_served(model):
+                nobodys = [inbox for inbox in untaken if inbox.model == model]
+                for inbox in nobodys:
+                    if inbox.posted is not None:
+                        await withdraw(inbox.posted, self._courier)
                 self._fail(
-                    [inbox for inbox in untaken if inbox.model == model],
+                    nobodys,
                     ErrorCode.MODEL_UNAVAILABLE,
                     f"No engine is running for model {model!r} any more.",
                 )

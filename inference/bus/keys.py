@@ -2,7 +2,7 @@
 
 
 def queue(model: str) -> str:
-    """The Celery queue of a model's inference workers, which is also its list's key."""
+    """The list in which a model's Completions wait for a worker."""
     return f"inference.{model}"
 
 

@@ -15,8 +15,8 @@ from inference.bus.replies import Inbox
 
 logger = structlog.get_logger(__name__)
 
-# A worker says within milliseconds that it has a message, also one that no thread is free for. What is sent again
-# sooner might be on its way; later, a client waits longer for nothing.
+# A worker says within milliseconds that it has a message. What is sent again sooner might be on its way; later, a
+# client waits longer for nothing.
 LOST_AFTER_SECONDS = 5.0
 # The watch has more to do, such as saying that this process lives: it comes back for the rest.
 AT_ONCE = 200

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import Any, Final
 
 import structlog
@@ -31,8 +30,7 @@ class BlockingReader(ABC):
     async def close(self) -> None:
         """Stop reading."""
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
         await self.connection.disconnect(nowait=True)
 
     @abstractmethod
@@ -65,7 +63,7 @@ class BlockingReader(ABC):
                 # Where it was refused, other answers may be on their way still.
                 await self.connection.disconnect(nowait=True)
                 if failures == 0:
-                    logger.warning("The broker is away; a reader waits for it.", key=self.key, error=str(error))
+                    logger.warning("The broker is away or refuses; a reader waits.", key=self.key, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
                 failures += 1
                 continue

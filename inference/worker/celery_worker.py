@@ -18,7 +18,7 @@ QUIET_LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 
 
 def run_celery_worker(worker: InferenceWorker, registration: Registration) -> None:
-    """Look for background work when told so, until a SIGTERM or SIGINT; nothing is begun from then on."""
+    """Take Completions, and look for background work when told so, until a SIGTERM or SIGINT; then begin nothing."""
     # Logging is set up already; a receiver of this signal keeps Celery from doing it again.
     signals.setup_logging.connect(_keep_logging, weak=False)
     for name in QUIET_LOGGERS:
@@ -28,10 +28,14 @@ def run_celery_worker(worker: InferenceWorker, registration: Registration) -> No
         registration.leave()
         worker.stop_taking()
 
+    def begin_taking(sender: object, **_: object) -> None:
+        # By now it is Celery that hears the signals.
+        worker.begin_taking()
+
+    signals.worker_ready.connect(begin_taking, weak=False)
     signals.worker_shutting_down.connect(stop_taking, weak=False)
-    # Reconnect for ever, with the full prefetch: a broker that was away must not leave a slower worker behind.
+    # Reconnect for ever.
     app.conf.broker_connection_max_retries = None
-    app.conf.worker_enable_prefetch_count_reduction = False
     model = worker.model.name
     celery_worker = app.Worker(
         hostname=f"{registration.worker}@{registration.engine.host}",

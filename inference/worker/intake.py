@@ -46,9 +46,7 @@ class Intake(BlockingReader):
         # Else Redis would go on waiting for a message, and hand it out.
         with suppress(BrokerAway, RedisError):
             await courier.ask("CLIENT", "UNBLOCK", self._client_id)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(2 * BLOCK_MS / 1000):
-                await asyncio.shield(self._task)
+        await asyncio.wait([self._task], timeout=2 * BLOCK_MS / 1000)
         await self.close()
 
     async def open(self) -> None:
@@ -69,8 +67,6 @@ class Intake(BlockingReader):
         """Hand the messages on."""
         for message in answer[1]:
             try:
-                envelope = decode_envelope(message)
-            except ValueError:
+                self._on_envelope(decode_envelope(message))
+            except Exception:
                 logger.exception("A message of the queue could not be read.", key=self.key)
-                continue
-            self._on_envelope(envelope)

@@ -82,6 +82,7 @@ class InferenceWorker:
         self._life: EngineLife | None = None
         self._background: list[BackgroundWork] = []
         self._gone_watch: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self.is_lost = False
 
     def start(self, registration: Registration) -> None:
@@ -90,6 +91,10 @@ class InferenceWorker:
         if ended:
             logger.warning("An earlier engine was left running; it was ended.", pids=ended)
         self._await(self._start(registration))
+
+    def begin_taking(self) -> None:
+        """Take Completions from now on: whoever stops this process is heard."""
+        self._loop.call_soon_threadsafe(self._begin_intake)
 
     def look(self) -> None:
         """Background work may have come."""
@@ -174,6 +179,11 @@ class InferenceWorker:
             sequences_at_once=self._options.max_num_seqs,
         )
         self._background = [kind.begin(lent) for kind in kinds_of_background()]
+
+    def _begin_intake(self) -> None:
+        service = self._service
+        if service is None or self._intake is not None or self._is_stopping:
+            return
         at_once = requests_at_once(self._options.max_num_seqs)
         self._intake = Intake(
             url=settings.BROKER_URL,
@@ -183,6 +193,7 @@ class InferenceWorker:
         )
 
     async def _stop_intake(self) -> None:
+        self._is_stopping = True
         if self._intake is not None and self._courier is not None:
             await self._intake.stop(self._courier)
 
@@ -228,8 +239,13 @@ def run(*, model: BaseModel, checkpoint: str, shares_machine: bool) -> int:
         registration.close()
         _end_now(code)
     try:
-        run_celery_worker(_worker, registration)
-        _worker.finish()
+        try:
+            run_celery_worker(_worker, registration)
+        finally:
+            # However Celery came to its end, nothing is begun from here on, and what runs is finished.
+            registration.leave()
+            _worker.stop_taking()
+            _worker.finish()
     finally:
         registration.leave()
         watchdog = threading.Timer(STOP_SECONDS, _end_now, args=(1,))

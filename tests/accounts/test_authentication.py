@@ -211,6 +211,44 @@ def test_a_key_that_no_count_vouches_for_is_looked_up(server: LiveServer, monkey
     assert not is_let_in(server, text)
 
 
+class SilentCourier:
+    """A courier of a broker that never answers."""
+
+    def ask(self, *arguments: object, patience: float) -> asyncio.Future[object]:
+        return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.usefixtures("kept_long")
+def test_a_key_that_was_looked_up_just_now_is_let_in_while_redis_is_away(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, text = let_in_from_memory(server)
+    monkeypatch.setattr(rates, "shared_courier", SilentCourier)
+    monkeypatch.setattr(rates, "PATIENCE_SECONDS", 0.1)
+    # Each request tries anew.
+    monkeypatch.setattr(rates, "AWAY_SECONDS", 0.0)
+    for _ in range(3):
+        assert is_let_in(server, text)
+        assert recent_keys.is_kept(digest_of(text))
+
+
+@pytest.mark.usefixtures("kept_long")
+def test_one_draw_says_of_all_that_a_transaction_changes(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr("accounts.generations._draw_generation", lambda: drawn.append(1))
+    user = make_user()
+    keys = [make_key(user)[0] for _ in range(3)]
+    drawn.clear()
+    with transaction.atomic():
+        for key in keys:
+            with transaction.atomic():
+                services.pause_key(key=key)
+    assert drawn == [1]
+    drawn.clear()
+    user.delete()
+    assert drawn == [1]
+
+
 @pytest.mark.usefixtures("kept_long")
 def test_a_change_is_made_while_redis_is_away(server: LiveServer, settings: Any) -> None:
     key, _ = let_in_from_memory(server)

@@ -23,8 +23,8 @@ from acsinfra.quickstart.supervisor import PROJECT, ChildFailed, Supervisor
 from tests.benchmarks.direct_engine import DirectLoad
 from tests.benchmarks.figures import Outcome
 from tests.benchmarks.http_load import Load
-from tests.benchmarks.least_way.names import QUEUE, READY
-from tests.benchmarks.least_way.tables import make_tables
+from tests.benchmarks.plain_way.names import QUEUE, READY
+from tests.benchmarks.plain_way.tables import make_tables
 from tests.stack import Stack, StackUser
 
 SAMPLE_SECONDS = 0.02
@@ -134,23 +134,23 @@ class Parts:
         self.stack.start("api", "inference", "scheduler")
         self.engine.hear()
 
-    def start_least_way(self) -> int:
-        """Start the least way, with one more engine; returns the port of its API."""
+    def start_plain_way(self) -> int:
+        """Start a plain way, with one more engine; returns the port of its API."""
         broker_url = self._valkey.url.removesuffix("/0") + "/7"
-        env = self.stack.env | {"BROKER_URL": broker_url, "LEAST_WAY_MODEL": "tiny"}
-        module, port = "tests.benchmarks.least_way", free_port()
+        env = self.stack.env | {"BROKER_URL": broker_url, "PLAIN_WAY_MODEL": "tiny"}
+        module, port = "tests.benchmarks.plain_way", free_port()
         make_tables(env["DATABASE_URL"])
         worker = ["celery", "-A", f"{module}.worker", "worker", "-P", "threads", "-c", "64", "-Q", QUEUE]
         worker += ["--without-mingle", "--without-gossip"]
         api = ["uvicorn", f"{module}.api:application", "--port", str(port), "--loop", "uvloop", "--http", "httptools"]
-        for name, command in (("least-worker", worker), ("least-api", [*api, "--no-access-log"])):
+        for name, command in (("plain-worker", worker), ("plain-api", [*api, "--no-access-log"])):
             self._supervisor.spawn(name, [sys.executable, "-m", *command], env=env, cwd=PROJECT)
         deadline = time.monotonic() + START_SECONDS
         with redis.Redis.from_url(broker_url) as broker:
             while not broker.exists(READY):
                 self._supervisor.check()
                 if time.monotonic() > deadline:
-                    raise BenchFailed("The engine of the least way did not start.")
+                    raise BenchFailed("The engine of a plain way did not start.")
                 time.sleep(0.1)
         return port
 

@@ -12,13 +12,13 @@ FIGURES = {
     "machine": {"cpus": 2, "load_before": 0.1},
     "model": {"source": "tiny", "max_num_seqs": 64, "quick": True},
     "one_token": {"requests": 500, "api": SIDE, "engine": SIDE, "added_p50_ms": 3.1, "added_p99_ms": 4.5},
-    "least_way": {
+    "plain_way": {
         "requests": 500,
-        **dict.fromkeys(("api", "engine", "least_way"), SIDE),
+        **dict.fromkeys(("api", "engine", "plain_way"), SIDE),
         "added_p50_ms": 3.1,
         "added_p99_ms": 4.5,
-        "least_way_added_p50_ms": 2.9,
-        "least_way_added_p99_ms": 4.1,
+        "plain_way_added_p50_ms": 2.9,
+        "plain_way_added_p99_ms": 4.1,
     },
     "levels": [
         {
@@ -123,7 +123,7 @@ def test_the_table_holds_each_figure_against_its_goal() -> None:
     }
     figures = {row.name: row.figure for row in rows_of(FIGURES)}
     assert figures["one token, one client, added by the API"] == "p50 3.10, p99 4.50 ms"
-    assert figures["one token, one client, added by the least way"] == "p50 2.90, p99 4.10 ms"
+    assert figures["one token, one client, added by a plain way"] == "p50 2.90, p99 4.10 ms"
     lines = table(FIGURES).splitlines()
     assert len(lines) == 1 + len(list(rows_of(FIGURES)))
     assert sum(line.endswith("MISSED") for line in lines) == 2

@@ -167,6 +167,21 @@ async def test_a_worker_waits_for_a_broker_that_is_away(tmp_path: Path) -> None:
     await courier.close()
 
 
+async def test_an_intake_that_a_silent_broker_holds_is_stopped_by_both_who_ask(
+    broker: Broker, courier: Courier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    monkeypatch.setattr("inference.worker.intake.BLOCK_MS", 100)
+    async with await asyncio.start_server(say_nothing, "127.0.0.1") as silent:
+        taker = Taker(f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}/0")
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            await asyncio.gather(taker.intake.stop(courier), taker.intake.stop(courier))
+
+
 async def test_no_value_of_a_large_work_is_large(broker: Broker, courier: Courier) -> None:
     await publish(work("req_heavy", prompt=tuple(range(200_000))), reply_to="api-1", courier=courier)
     pieces = await courier.ask("HVALS", keys.pieces("req_heavy"))
@@ -333,7 +348,7 @@ async def test_a_request_that_is_stopped_in_its_queue_is_out_of_it_and_counts_no
     assert time.monotonic() - started < LAST_COUNT_SECONDS
     assert bus.waiting == 1
     assert await courier.ask("LLEN", keys.queue(MODEL)) == 1
-    assert await courier.ask("EXISTS", keys.pieces(large.request_id), keys.cancelled(large.request_id)) == 0
+    assert await courier.ask("EXISTS", keys.pieces(large.request_id)) == 0
     # One that a worker has is stopped there.
     await courier.ask("DEL", keys.queue(MODEL))
     stopping = asyncio.create_task(bus.stop(other))

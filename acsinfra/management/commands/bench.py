@@ -13,7 +13,7 @@ from acsinfra.quickstart.home import SMALL_MODEL, StartRefused, check_engine_lib
 from acsinfra.quickstart.start import Stopped, signals_stop
 from acsinfra.quickstart.supervisor import ChildFailed
 
-API_FIGURES = ("one_token", "least_way", "levels", "completions", "waiting", "jobs", "holds")
+API_FIGURES = ("one_token", "plain_way", "levels", "completions", "waiting", "jobs", "holds")
 
 
 class Command(BaseCommand):

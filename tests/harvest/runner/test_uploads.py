@@ -1,8 +1,11 @@
 """Shards reach the storage in order, faults reach the run, and a slow storage slows the engine."""
 
 import hashlib
+import os
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,19 @@ def test_a_run_that_stops_leaves_no_half_shard(tmp_path: Path) -> None:
     up.write(b"ab")
     up.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
+def test_the_model_goes_before_the_uploads_and_what_they_start(tmp_path: Path) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before, seen = niceness(), list[int]()
+    up = ShardUploads(FolderStorage(tmp_path))
+    up.then(lambda: seen.append(niceness()))
+    with ThreadPoolExecutor(1) as parts:
+        up.then(lambda: seen.append(parts.submit(niceness).result()))
+        up.wait_until_written()
+    up.close()
+    assert seen == [uploads.UPLOAD_NICENESS] * 2
+    assert niceness() == before < uploads.UPLOAD_NICENESS

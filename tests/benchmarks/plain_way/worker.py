@@ -1,6 +1,6 @@
-"""The engine's end: a Celery worker with threads around `InferenceEngine`, of the model that LEAST_WAY_MODEL names.
+"""The engine's end: a Celery worker with threads around `InferenceEngine`, of the model that PLAIN_WAY_MODEL names.
 
-`celery -A tests.benchmarks.least_way.worker worker -P threads -c 64 -Q least_way`
+`celery -A tests.benchmarks.plain_way.worker worker -P threads -c 64 -Q plain_way`
 """
 
 import asyncio
@@ -13,12 +13,12 @@ import redis
 import uvloop
 from celery import Celery, signals
 
-from tests.benchmarks.least_way.names import ANSWERS, READY, TASK
+from tests.benchmarks.plain_way.names import ANSWERS, READY, TASK
 
 if TYPE_CHECKING:
     from inference.engine.front import InferenceEngine
 
-app = Celery("least_way", broker=os.environ["BROKER_URL"])
+app = Celery("plain_way", broker=os.environ["BROKER_URL"])
 app.conf.update(task_ignore_result=True, worker_prefetch_multiplier=1, worker_hijack_root_logger=False)
 _broker = redis.Redis.from_url(os.environ["BROKER_URL"])
 _loop = uvloop.new_event_loop()
@@ -33,11 +33,11 @@ def load(**_: Any) -> None:
     django.setup()
     from tests.benchmarks.direct_engine import load_options
 
-    options = load_options(os.environ["LEAST_WAY_MODEL"])
+    options = load_options(os.environ["PLAIN_WAY_MODEL"])
     from inference.engine.front import InferenceEngine
 
     threading.Thread(target=_loop.run_forever, daemon=True).start()
-    starting = InferenceEngine.start(options, name="least-way")
+    starting = InferenceEngine.start(options, name="plain-way")
     _engines.append(asyncio.run_coroutine_threadsafe(starting, _loop).result())
     _broker.set(READY, 1)
 

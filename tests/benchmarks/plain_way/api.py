@@ -1,4 +1,4 @@
-"""The API's end: `uvicorn tests.benchmarks.least_way.api:application`.
+"""The API's end: `uvicorn tests.benchmarks.plain_way.api:application`.
 
 It takes `{"prompt": [token ids], "max_tokens": n}` and answers `{"id", "token_ids"}`. The environment has BROKER_URL,
 and DATABASE_URL, where `make_tables` was called.
@@ -17,21 +17,21 @@ from django.urls import path
 from psycopg_pool import AsyncConnectionPool
 from redis.asyncio import Redis
 
-from tests.benchmarks.least_way.names import ANSWERS, QUEUE, TASK
+from tests.benchmarks.plain_way.names import ANSWERS, QUEUE, TASK
 
 HOLD = """
 WITH budget AS (
-    UPDATE least_way.budget SET held = held + %(tokens)s WHERE id = 1 AND used + held + %(tokens)s <= ceiling
+    UPDATE plain_way.budget SET held = held + %(tokens)s WHERE id = 1 AND used + held + %(tokens)s <= ceiling
     RETURNING id)
-INSERT INTO least_way.hold (id, budget_id, tokens) SELECT %(id)s, id, %(tokens)s FROM budget RETURNING id
+INSERT INTO plain_way.hold (id, budget_id, tokens) SELECT %(id)s, id, %(tokens)s FROM budget RETURNING id
 """
 SETTLE = """
 WITH hold AS (
-    UPDATE least_way.hold SET ended_at = now() WHERE id = %(id)s AND ended_at IS NULL RETURNING budget_id, tokens),
+    UPDATE plain_way.hold SET ended_at = now() WHERE id = %(id)s AND ended_at IS NULL RETURNING budget_id, tokens),
 budget AS (
-    UPDATE least_way.budget SET held = held - hold.tokens, used = used + hold.tokens FROM hold
+    UPDATE plain_way.budget SET held = held - hold.tokens, used = used + hold.tokens FROM hold
     WHERE budget.id = hold.budget_id RETURNING hold.tokens)
-INSERT INTO least_way.entry (hold_id, tokens) SELECT %(id)s, tokens FROM budget RETURNING id
+INSERT INTO plain_way.entry (hold_id, tokens) SELECT %(id)s, tokens FROM budget RETURNING id
 """
 
 
@@ -42,7 +42,7 @@ class Way:
         self._pool = AsyncConnectionPool(
             os.environ["DATABASE_URL"], min_size=2, max_size=8, open=False, kwargs={"autocommit": True}
         )
-        self._celery = Celery("least_way", broker=os.environ["BROKER_URL"])
+        self._celery = Celery("plain_way", broker=os.environ["BROKER_URL"])
         self._redis = Redis.from_url(os.environ["BROKER_URL"], socket_timeout=None)
         self._waiting: dict[str, asyncio.Future[list[int]]] = {}
 
