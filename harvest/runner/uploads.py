@@ -2,7 +2,6 @@
 
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -143,5 +142,4 @@ def _let_others_go_first() -> None:
 
     A forward pass on CPUs waits for the slowest of its threads: one that is put aside for an upload holds up them all.
     """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), UPLOAD_NICENESS)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), UPLOAD_NICENESS)

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +79,6 @@ def test_a_run_that_stops_leaves_no_half_shard(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 def test_the_model_goes_before_the_uploads_and_what_they_start(tmp_path: Path) -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
