@@ -13,6 +13,7 @@ import torch
 from vllm.platforms import current_platform
 
 from inference.engine.decoder_layers import find_decoder_layers, require_unscaled_stream
+from inference.engine.gloo_device import share_gloo_device
 from inference.engine.leftovers import end_with_parent
 from inference.engine.residual_stream import ResidualStream, cumulate
 from inference.engine.sampling_patches import add_extra_logprobs, rewind_seeded_generators
@@ -29,6 +30,11 @@ else:
 
 class ResidualStreamWorker(PlatformWorker):
     """vLLM's worker of this platform, with the residual stream in reach."""
+
+    def init_device(self) -> None:
+        """Join the other ranks."""
+        share_gloo_device()
+        super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model and put a tap behind each decoder block. Raises `LookupError` for an unknown shape."""
