@@ -8,12 +8,15 @@ load it together. `--json` prints one object:
 - `machine`: `cpus`, and `load_before`, the load average at the start (0 on a quiet machine).
 - `model`: `source`, `max_num_seqs`, `quick` (whether fewer repetitions were made).
 - `one_token`: Completions of one token from one client. `requests`; `api` and `engine`, each `p50_ms` and `p99_ms`;
-  `added_p50_ms`, `added_p99_ms`: their differences.
+  `added_p50_ms`, `added_p99_ms`: their differences; `added_over_engine`: the first over the engine's p50, which tells
+  a slow way from a slow machine.
 - `plain_way`: the same with `tests.benchmarks.plain_way` between them, a build of the way with nothing around it: has a
   `plain_way` beside `api` and `engine`, `plain_way_added_p50_ms` and `plain_way_added_p99_ms`.
 - `levels`: for 1, 16, 64 and 256 clients, answers of `answer_tokens` tokens on average. `clients`, `requests` (both
   ways, each); `api` and `engine`, each `per_s`, `p50_ms`, `p99_ms`; `added_p50_ms`, `added_p99_ms`;
-  `throughput_ratio`: the median over the rounds of the API's answers a second over the engine's.
+  `throughput_ratio`: the median over the rounds of the API's answers a second over the engine's; `cpu_ms` as below,
+  and `engine_cpu_share`, the engine's part of it: steadier than the ratio, which it bounds where the engine would
+  have every core.
 - `completions`: as many Completions of one token as come through, from 64 clients: `per_s`, `engine_per_s`, and
   `cpu_ms`, what one cost each part in milliseconds of the CPU (`client` is the benchmark's own cost).
 - `waiting`: `asked` at once of one API process, `at_once` the most that it had, `answered` in the end, its
@@ -168,7 +171,8 @@ class ApiBench:
             outcomes = self._take_turns(number, clients=1, requests=plan.one_token_block, lengths=[1])
             for side, outcome in outcomes.items():
                 seconds[side] += outcome.latencies
-        return {"requests": len(seconds["api"]), **_added(seconds["api"], seconds["engine"])}
+        figures = {"requests": len(seconds["api"]), **_added(seconds["api"], seconds["engine"])}
+        return figures | {"added_over_engine": round(figures["added_p50_ms"] / figures["engine"]["p50_ms"], 2)}
 
     def plain_way(self) -> dict[str, Any]:
         port = self._parts.start_plain_way()
@@ -205,9 +209,11 @@ class ApiBench:
         lengths = [max(1, round(plan.answer_tokens * share)) for share in LENGTHS]
         rates: dict[str, list[float]] = {"api": [], "engine": []}
         seconds: dict[str, list[float]] = {"api": [], "engine": []}
+        cpu: dict[str, float] = {}
         requests = plan.answers(clients)
         for number in range(plan.rounds):
-            for side, outcome in self._take_turns(number, clients=clients, requests=requests, lengths=lengths).items():
+            asked = self._take_turns(number, clients=clients, requests=requests, lengths=lengths, cpu=cpu)
+            for side, outcome in asked.items():
                 rate, latencies = steady(outcome, clients)
                 rates[side].append(rate)
                 seconds[side] += latencies
@@ -220,6 +226,8 @@ class ApiBench:
             "requests": requests * plan.rounds,
             **figures,
             "throughput_ratio": round(median_ratio(rates["api"], rates["engine"]), 3),
+            "cpu_ms": _per_request(cpu, requests * plan.rounds),
+            "engine_cpu_share": round(cpu["engine"] / sum(cpu.values()), 3),
         }
 
     # As many as come through
@@ -228,10 +236,8 @@ class ApiBench:
         rates: dict[str, list[float]] = {"api": [], "engine": []}
         cpu: dict[str, float] = {}
         for number in range(2):
-            before = self._parts.cpu_seconds()
-            outcomes = self._take_turns(number, clients=PUMP_CLIENTS, requests=self._plan.pumped, lengths=[1])
-            _add_cpu(cpu, before, self._parts.cpu_seconds(), outcomes["api"])
-            for side, outcome in outcomes.items():
+            asked = self._take_turns(number, clients=PUMP_CLIENTS, requests=self._plan.pumped, lengths=[1], cpu=cpu)
+            for side, outcome in asked.items():
                 rates[side].append(steady(outcome, PUMP_CLIENTS)[0])
         return {
             "clients": PUMP_CLIENTS,
@@ -268,10 +274,8 @@ class ApiBench:
         stack.django(MAKE_PARKED, name=PARKED)
         keys = [stack.new_user(jobs_unfinished=10_000_000).key for _ in range(SUBMITTERS)]
         self._submit(keys, 4 * SUBMIT_CLIENTS)
-        before = self._parts.cpu_seconds()
-        on_empty = self._submit(keys, plan.submits)
         cpu: dict[str, float] = {}
-        _add_cpu(cpu, before, self._parts.cpu_seconds(), on_empty)
+        on_empty = self._submit(keys, plan.submits, cpu)
         filled = stack.django(FILL, name=PARKED, ended=plan.ended_jobs, waiting=plan.waiting_jobs)
         on_full = self._submit(keys, plan.submits)
         claims = stack.django(CLAIM, name=PARKED, claims=plan.claims)
@@ -285,10 +289,10 @@ class ApiBench:
             **{f"{step}_{name}": claims[step][name] for step in ("claim", "take") for name in ("p50_ms", "p99_ms")},
         }
 
-    def _submit(self, keys: Sequence[str], requests: int) -> Outcome:
+    def _submit(self, keys: Sequence[str], requests: int, cpu: dict[str, float] | None = None) -> Outcome:
         body = self._body(16, model=PARKED)
         load = self._load(JOBS, [body], clients=SUBMIT_CLIENTS, requests=requests, keys=keys, status=202)
-        return self._parts.load_api(load)
+        return self._load_and_count(load, {} if cpu is None else cpu)
 
     def holds(self) -> dict[str, Any]:
         options = ["--json", "--seconds", str(self._plan.hold_seconds)]
@@ -299,17 +303,30 @@ class ApiBench:
 
     # Their parts
 
-    def _take_turns(self, number: int, *, clients: int, requests: int, lengths: list[int]) -> dict[str, Outcome]:
-        """Load the one, then the other; which one is first changes with the round's number."""
-        bodies = [self._body(tokens) for tokens in lengths]
+    def _take_turns(
+        self, number: int, *, clients: int, requests: int, lengths: list[int], cpu: dict[str, float] | None = None
+    ) -> dict[str, Outcome]:
+        """Load the one, then the other; which one is first changes with the round's number.
+
+        What the API's turn took of the CPU is added to `cpu`, in seconds of each part.
+        """
+        load = self._load(COMPLETIONS, [self._body(tokens) for tokens in lengths], clients=clients, requests=requests)
         sides: dict[str, Callable[[], Outcome]] = {
-            "api": lambda: self._parts.load_api(self._load(COMPLETIONS, bodies, clients=clients, requests=requests)),
+            "api": lambda: self._load_and_count(load, {} if cpu is None else cpu),
             "engine": lambda: self._parts.load_engine(
                 DirectLoad(prompt=self._prompt, max_tokens=lengths, in_flight=clients, requests=requests)
             ),
         }
         order = list(sides) if number % 2 else list(reversed(sides))
         return {side: sides[side]() for side in order}
+
+    def _load_and_count(self, load: Load, cpu: dict[str, float]) -> Outcome:
+        before = self._parts.cpu_seconds()
+        outcome = self._parts.load_api(load)
+        used = {name: seconds - before[name] for name, seconds in self._parts.cpu_seconds().items()}
+        for name, seconds in (used | {"client": outcome.cpu_seconds}).items():
+            cpu[name] = cpu.get(name, 0.0) + seconds
+        return outcome
 
     def _load(
         self,
@@ -380,12 +397,6 @@ def _submits(prefix: str, outcome: Outcome) -> dict[str, float]:
         f"{prefix}submit_p50_ms": round(taken.p50_ms, 3),
         f"{prefix}submit_p99_ms": round(taken.p99_ms, 3),
     }
-
-
-def _add_cpu(cpu: dict[str, float], before: dict[str, float], after: dict[str, float], outcome: Outcome) -> None:
-    used = {name: after[name] - before[name] for name in after} | {"client": outcome.cpu_seconds}
-    for name, seconds in used.items():
-        cpu[name] = cpu.get(name, 0.0) + seconds
 
 
 def _per_request(cpu: dict[str, float], requests: int) -> dict[str, float]:

@@ -53,6 +53,7 @@ def _latency(found: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"one token, one client, {name}", _p50_p99(found[side]))
     added = f"p50 {found['added_p50_ms']:.2f}, p99 {found['added_p99_ms']:.2f} ms"
     yield Row("one token, one client, added", added, "p50 under 4 ms", found["added_p50_ms"] < 4)
+    yield Row("one token, one client, added over the engine's p50", f"{found['added_over_engine']:.2f}")
 
 
 def _plain_way(found: dict[str, Any]) -> Iterator[Row]:
@@ -70,6 +71,7 @@ def _level(level: dict[str, Any]) -> Iterator[Row]:
     ratio = level["throughput_ratio"]
     goal = ("at least 95 % (SmolLM2)", ratio >= 0.95) if clients > 1 else ("", None)
     yield Row(f"{what}, throughput over the engine's", f"{ratio:.1%}", *goal)
+    yield Row(f"{what}, CPU of one", f"{_cpu(level['cpu_ms'])}; the engine's share {level['engine_cpu_share']:.1%}")
 
 
 def _completions(found: dict[str, Any]) -> Iterator[Row]:
