@@ -226,7 +226,6 @@ CELERY = {
     "task_serializer": "json",
     "accept_content": ["json"],
     "task_ignore_result": True,
-    "task_default_queue": "default",
     "worker_prefetch_multiplier": 1,
     "worker_hijack_root_logger": False,
     "worker_send_task_events": False,

@@ -139,8 +139,8 @@ def models_now() -> tuple[list[str], list[EngineNow]]:
 
 
 def queue_lengths(models: Iterable[str]) -> dict[str, int] | None:
-    """The messages that wait in each queue of these models and the scheduler's; None while Redis is away."""
-    queues = ["default", *(queue(model) for model in models for queue in (keys.queue, jobs_queue, runner_queue))]
+    """The messages that wait in each queue of these models; None while Redis is away."""
+    queues = [queue(model) for model in models for queue in (keys.queue, jobs_queue, runner_queue)]
     try:
         with Redis.from_url(
             settings.BROKER_URL, socket_timeout=REDIS_SECONDS, socket_connect_timeout=REDIS_SECONDS

@@ -92,13 +92,13 @@ def test_the_slow_sweep_fails_deletes_and_lives_with_a_storage_that_is_away(
 
 
 def test_the_scheduler_runs_tasks_that_exist() -> None:
-    from acsinfra.management.commands.scheduler import _sweeps
+    from acsinfra.management.commands.scheduler import sweeps
 
     import_module("harvest.tasks")
-    sweeps = _sweeps()
-    assert {"harvest.sweep", "harvest.sweep_slowly", "inference.sweep_silent_engines"} <= sweeps.keys()
-    assert sweeps.keys() <= current_app.tasks.keys()
-    assert all(seconds >= 1 for seconds in sweeps.values())
+    found = sweeps()
+    assert {"harvest.sweep", "harvest.sweep_slowly", "inference.sweep_silent_engines"} <= found.keys()
+    assert found.keys() <= current_app.tasks.keys()
+    assert all(seconds >= 1 for seconds in found.values())
 
 
 # The admin

@@ -48,7 +48,7 @@ def finish_with_file(job: CompletionJob) -> CompletionJob:
 
 def test_the_scheduler_runs_the_sweeps_of_jobs() -> None:
     command = import_module("acsinfra.management.commands.scheduler")
-    assert set(tasks.SWEEPS) <= set(command._sweeps())
+    assert set(tasks.SWEEPS) <= set(command.sweeps())
     assert set(tasks.SWEEPS) <= set(current_app.tasks)
 
 

@@ -13,7 +13,7 @@ from django.utils import timezone
 from accounts.models import User
 from acsinfra.core.idempotency import bind_work, idempotent_request
 from acsinfra.core.storage import get_storage
-from acsinfra.management.commands.scheduler import _sweeps
+from acsinfra.management.commands.scheduler import sweeps
 from acsinfra.models import IdempotencyKey, RequestCount
 from budgets.models import Hold, LedgerEntry, MonthlyLimit, WorkKind
 from budgets.selectors import budget_summary, imbalances
@@ -135,7 +135,7 @@ def test_every_sweep_run_by_four_at_once_does_its_work_once() -> None:
     BaseModel.objects.filter(pk=switched_off.pk).update(is_enabled=False)
     FilesToDelete.objects.update(not_before=LONG_AGO)
 
-    raised = {name: errors for name in sorted(_sweeps()) if (errors := run_at_once(name))}
+    raised = {name: errors for name in sorted(sweeps()) if (errors := run_at_once(name))}
     assert raised == {}
 
     n = OF_EACH * len(users)

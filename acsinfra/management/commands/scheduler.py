@@ -1,85 +1,95 @@
 """`manage.py scheduler`: the sweeps that keep every promise when a part has died."""
 
 import logging
-import socket
+import signal
+import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from celery import bootsteps, signals
-from celery.beat import EmbeddedService
+import structlog
+from celery import beat
 from celery.schedules import schedule
 from django.apps import apps
-from django.conf import settings
 from django.core.management.base import BaseCommand
+from django.db import connections
 
 from acsinfra.celery import app
 from acsinfra.core.checks import require_settings
+from acsinfra.core.errors import is_part_away
 
-QUEUE = "default"
-# Celery writes three lines for each sweep, every few seconds.
-QUIET_LOGGERS = ("celery.beat", "celery.worker.strategy", "celery.app.trace")
+SWEEPS_AT_ONCE = 2
+# Celery's beat writes a line for each sweep, every few seconds.
+QUIET_LOGGER = "celery.beat"
+
+logger = structlog.get_logger(__name__)
 
 
-class BeatInAThread(bootsteps.StartStopStep):
-    """Celery's beat inside the worker's process, with its times in memory: at a start, everything is due."""
+class SweepsHere(beat.Scheduler):
+    """Celery's schedule, with its times in memory, whose tasks run in threads of this process.
 
-    requires = ("celery.worker.components:Pool",)
+    The sweeps are why work goes on when a part is away: they need PostgreSQL, and no broker brings them.
+    """
 
-    def __init__(self, parent: Any, **options: Any) -> None:
-        self._beat: Any = EmbeddedService(parent.app, thread=True, scheduler_cls="celery.beat:Scheduler")
-        super().__init__(parent, **options)
+    # Celery would connect to the broker for it.
+    producer: Any = None
 
-    def start(self, parent: Any) -> None:
-        """Begin to send the sweeps."""
-        self._beat.start()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._threads = ThreadPoolExecutor(SWEEPS_AT_ONCE, thread_name_prefix="sweep")
+        self._runs: dict[str, Future[None]] = {}
+        super().__init__(*args, **kwargs)
 
-    def stop(self, parent: Any) -> None:
-        """Send no more."""
-        self._beat.stop()
+    def apply_async(self, entry: Any, producer: Any = None, advance: bool = True, **_: Any) -> None:
+        """Run the entry's task, unless its last run goes on."""
+        run = self._runs.get(entry.task)
+        if run is None or run.done():
+            self._runs[entry.task] = self._threads.submit(run_sweep, entry.task)
+
+    def close(self) -> None:
+        """Wait for the sweeps that run; those that wait for a thread are for the next start."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 class Command(BaseCommand):
-    """Send and run the sweeps of every app, until SIGTERM or Ctrl-C. Several schedulers do no harm."""
+    """Run the sweeps of every app, until SIGTERM or Ctrl-C. Several schedulers do no harm."""
 
     help = "Run the scheduler: puts work whose runner died back in line, fails what waits too long, deletes files."
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_settings(serves_http=False)
-        signals.setup_logging.connect(_keep_logging, weak=False)
-        for name in QUIET_LOGGERS:
-            logging.getLogger(name).setLevel(logging.WARNING)
-        app.conf.beat_schedule = {
-            name: {"task": name, "schedule": schedule(seconds), "options": {"expires": seconds, "queue": QUEUE}}
-            for name, seconds in _sweeps().items()
-        }
-        app.conf.broker_connection_max_retries = None
-        app.steps["worker"].add(BeatInAThread)
-        worker = app.Worker(
-            hostname=f"scheduler@{socket.gethostname()}",
-            pool="threads",
-            concurrency=2,
-            queues=[QUEUE],
-            without_mingle=True,
-            without_gossip=True,
-            without_heartbeat=True,
-            quiet=True,
-            redirect_stdouts=False,
-            loglevel=settings.LOG_LEVEL,
-        )
-        worker.start()
+        logging.getLogger(QUIET_LOGGER).setLevel(logging.WARNING)
+        app.conf.beat_schedule = {name: due_at_once(name, seconds) for name, seconds in sweeps().items()}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        logger.info("the scheduler is ready")
+        beat.Service(app, scheduler_cls=SweepsHere).start()
 
 
-def _sweeps() -> Mapping[str, float]:
+def sweeps() -> Mapping[str, float]:
     """The tasks that each app names in `SWEEPS` of its `tasks` module, and every how many seconds they run."""
-    sweeps: dict[str, float] = {}
+    found: dict[str, float] = {}
     for config in apps.get_app_configs():
         name = f"{config.name}.tasks"
         if find_spec(name) is not None:
-            sweeps |= getattr(import_module(name), "SWEEPS", {})
-    return sweeps
+            found |= getattr(import_module(name), "SWEEPS", {})
+    return found
 
 
-def _keep_logging(**_: object) -> None:
-    """Receive `setup_logging`, so that Celery leaves ours as it is."""
+def due_at_once(name: str, seconds: float) -> dict[str, Any]:
+    """An entry of Celery's schedule for the task of this name: now, and every so many seconds."""
+    return {"task": name, "schedule": schedule(seconds), "last_run_at": app.now() - timedelta(seconds=seconds)}
+
+
+def run_sweep(name: str) -> None:
+    """Run the task of this name; its failure is logged, and the next run makes up for it."""
+    try:
+        app.tasks[name]()
+    except Exception as error:
+        if is_part_away(error):
+            logger.warning("a part is away; the next sweep will go on", sweep=name, reason=type(error).__name__)
+        else:
+            logger.exception("a sweep failed; the next will go on", sweep=name)
+    finally:
+        connections.close_all()
