@@ -14,6 +14,8 @@ from inference.wire import EngineOptions
 _WORKER_CLS = "inference.engine.worker.ResidualStreamWorker"
 _CPU_KV_CACHE_BYTES = 1024**3
 _CPU_BLOCK_SIZE = 32
+# What a step has between two products should fit in the cache: SmolLM2 read a tenth less with vLLM's 2,048 tokens.
+_CPU_STEP_TOKENS = 1024
 
 
 def make_engine_arguments(options: EngineOptions, *, is_compiled: bool = False) -> AsyncEngineArgs:
@@ -35,6 +37,8 @@ def make_engine_arguments(options: EngineOptions, *, is_compiled: bool = False) 
     if current_platform.is_cpu():
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or _CPU_KV_CACHE_BYTES
         arguments["block_size"] = _CPU_BLOCK_SIZE
+        if options.extra_args.get("enable_chunked_prefill", True):
+            arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, options.max_num_seqs)
     arguments.update(options.extra_args)
     if arguments["max_model_len"] is None:
         del arguments["max_model_len"]

@@ -189,8 +189,22 @@ def test_a_stream_that_vllm_scales_in_float16_is_refused() -> None:
 def test_a_step_is_short_however_long_a_prompt_is(tiny_float32: Path) -> None:
     """What a cancelled or stopped harvest waits for at most: the end of one step."""
     prepare_once()
+    from vllm.platforms import current_platform
+
     from inference.engine.arguments import make_vllm_config
 
-    scheduler = make_vllm_config(EngineOptions(checkpoint=str(tiny_float32), dtype="float32")).scheduler_config
-    assert scheduler.enable_chunked_prefill
-    assert scheduler.max_num_batched_tokens <= 8192
+    def step_tokens(max_num_seqs: int = 256, **extra_args: Any) -> int:
+        options = EngineOptions(
+            checkpoint=str(tiny_float32), dtype="float32", max_num_seqs=max_num_seqs, extra_args=extra_args
+        )
+        scheduler = make_vllm_config(options).scheduler_config
+        assert scheduler.enable_chunked_prefill == extra_args.get("enable_chunked_prefill", True)
+        return scheduler.max_num_batched_tokens
+
+    assert step_tokens() <= 8192
+    if current_platform.is_cpu():
+        assert step_tokens() == 1024
+        assert step_tokens(max_num_seqs=1500) == 1500
+        assert step_tokens(enable_chunked_prefill=False) >= 512
+        assert step_tokens(enable_chunked_prefill=False, max_num_batched_tokens=600) == 600
+    assert step_tokens(max_num_batched_tokens=300) == 300
