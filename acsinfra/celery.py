@@ -1,4 +1,4 @@
-"""The Celery app. Workers start with `manage.py inference MODEL`, `manage.py runner MODEL`, `manage.py scheduler`."""
+"""The Celery app. Workers start with `manage.py inference MODEL` and `manage.py runner MODEL`."""
 
 import os
 

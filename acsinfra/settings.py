@@ -258,8 +258,8 @@ HARVEST_MAX_BYTES = env.int("HARVEST_MAX_BYTES", default=200 * 1024**3)
 HARVEST_MEMORY_BYTES = env.int("HARVEST_MEMORY_BYTES", default=256 * 1024 * 1024)
 
 # A job of so many tokens has its runner compile the model on a CPU; 0 compiles for none. With SmolLM2-135M it costs a
-# minute, half of that once ENGINE_CACHE has it, and saves a sixth of each token's time: that pays after 170,000 tokens
-# on slow cores (500 tokens a second) and a million on fast ones (3,000).
+# minute, half of that once ENGINE_CACHE has it, and saves a tenth of each token's time: that pays after 140,000 to
+# 430,000 tokens on slow cores (500 tokens a second), and later on fast ones.
 HARVEST_COMPILE_TOKENS = env.int("HARVEST_COMPILE_TOKENS", default=500_000)
 
 # Bounds of one request

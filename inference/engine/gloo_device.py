@@ -5,6 +5,7 @@ hundred times a second: an idle engine would take 2 to 3 % of a core, and a busy
 be interrupted 1,300 times a second. Groups may share a device: gloo is made for it.
 """
 
+import os
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -13,7 +14,13 @@ from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
 
 
 def share_gloo_device() -> None:
-    """Have the gloo process groups that this process makes from now on share one device."""
+    """Have the gloo process groups that this process makes from now on share one device.
+
+    Where somebody names its interface (GLOO_SOCKET_IFNAME), which only torch's own devices follow, they stay as torch
+    makes them.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
     distributed_c10d.ProcessGroupGloo = _GroupOnSharedDevice
 
 

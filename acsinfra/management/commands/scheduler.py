@@ -21,7 +21,8 @@ from acsinfra.celery import app
 from acsinfra.core.checks import require_settings
 from acsinfra.core.errors import is_part_away
 
-SWEEPS_AT_ONCE = 2
+# The longest sleep: the schedule follows a clock that was set right.
+LOOKS_EVERY_SECONDS = 5
 # Celery's beat writes a line for each sweep, every few seconds.
 QUIET_LOGGER = "celery.beat"
 
@@ -31,14 +32,15 @@ logger = structlog.get_logger(__name__)
 class SweepsHere(beat.Scheduler):
     """Celery's schedule, with its times in memory, whose tasks run in threads of this process.
 
-    The sweeps are why work goes on when a part is away: they need PostgreSQL, and no broker brings them.
+    The sweeps are why work goes on when a part is away: they need PostgreSQL, and no broker brings them. Each has a
+    thread of its own, so that one that waits for such a part holds up no other.
     """
 
     # Celery would connect to the broker for it.
     producer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._threads = ThreadPoolExecutor(SWEEPS_AT_ONCE, thread_name_prefix="sweep")
+        self._threads = ThreadPoolExecutor(len(sweeps()), thread_name_prefix="sweep")
         self._runs: dict[str, Future[None]] = {}
         super().__init__(*args, **kwargs)
 
@@ -47,10 +49,12 @@ class SweepsHere(beat.Scheduler):
         run = self._runs.get(entry.task)
         if run is None or run.done():
             self._runs[entry.task] = self._threads.submit(run_sweep, entry.task)
+        else:
+            logger.warning("a sweep takes longer than the time until its next", sweep=entry.task)
 
     def close(self) -> None:
-        """Wait for the sweeps that run; those that wait for a thread are for the next start."""
-        self._threads.shutdown(cancel_futures=True)
+        """Wait for the sweeps that run."""
+        self._threads.shutdown()
 
 
 class Command(BaseCommand):
@@ -64,7 +68,7 @@ class Command(BaseCommand):
         app.conf.beat_schedule = {name: due_at_once(name, seconds) for name, seconds in sweeps().items()}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         logger.info("the scheduler is ready")
-        beat.Service(app, scheduler_cls=SweepsHere).start()
+        beat.Service(app, max_interval=LOOKS_EVERY_SECONDS, scheduler_cls=SweepsHere).start()
 
 
 def sweeps() -> Mapping[str, float]:
@@ -85,11 +89,12 @@ def due_at_once(name: str, seconds: float) -> dict[str, Any]:
 def run_sweep(name: str) -> None:
     """Run the task of this name; its failure is logged, and the next run makes up for it."""
     try:
-        app.tasks[name]()
+        try:
+            app.tasks[name]()
+        finally:
+            connections.close_all()
     except Exception as error:
         if is_part_away(error):
             logger.warning("a part is away; the next sweep will go on", sweep=name, reason=type(error).__name__)
         else:
             logger.exception("a sweep failed; the next will go on", sweep=name)
-    finally:
-        connections.close_all()

@@ -199,7 +199,8 @@ def test_a_step_is_short_however_long_a_prompt_is(tiny_float32: Path) -> None:
         )
         scheduler = make_vllm_config(options).scheduler_config
         assert scheduler.enable_chunked_prefill == extra_args.get("enable_chunked_prefill", True)
-        return scheduler.max_num_batched_tokens
+        tokens: int = scheduler.max_num_batched_tokens
+        return tokens
 
     assert step_tokens() <= 8192
     if current_platform.is_cpu():
