@@ -106,22 +106,25 @@ def _lock(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _installer() -> list[str]:
-    """Return the command that installs a package into a folder.
+def find_uv() -> list[str] | None:
+    """The command of a uv that works here, or None.
 
-    `uv run` names its uv in UV. A uv on the PATH may be a shim that does not work here, so each is tried.
+    `uv run` names its uv in UV. A uv on the PATH may be a shim that works in some folders only, so each is tried where
+    no project has a say.
     """
+    for candidate in ([os.environ.get("UV", "uv")], ["uv"], [sys.executable, "-m", "uv"]):
+        with contextlib.suppress(OSError):
+            if subprocess.run([*candidate, "--version"], cwd="/", capture_output=True, check=False).returncode == 0:
+                return candidate
+    return None
+
+
+def _installer() -> list[str]:
+    """Return the command that installs a package into a folder."""
     python = sys.executable
     in_folder = ["pip", "install", "--no-deps", "--target"]
-    candidates = [
-        [os.environ.get("UV", "uv")],
-        ["uv"],
-        [python, "-m", "uv"],
-    ]
-    for candidate in candidates:
-        with contextlib.suppress(OSError):
-            if subprocess.run([*candidate, "--version"], capture_output=True, check=False).returncode == 0:
-                return [*candidate, "pip", "install", "--python", python, *in_folder[2:]]
+    if uv := find_uv():
+        return [*uv, "pip", "install", "--python", python, *in_folder[2:]]
     if subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
         return [python, "-m", *in_folder]
     raise CheckpointError("Neither uv nor pip is there to fetch the package with.")

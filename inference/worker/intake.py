@@ -1,22 +1,35 @@
 """How an inference worker takes Completions from its model's queue: as many as it has room for, the oldest first."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from acsinfra.core.courier import BrokerAway, Courier
 from inference.bus import keys
 from inference.bus.envelope import Envelope, decode_envelope
 from inference.bus.stream_reader import BLOCK_MS, BlockingReader
+from inference.engine.errors import EngineRefused
 
 logger = structlog.get_logger(__name__)
 
+TAKE = "BLMPOP"
+
 # A queue that has grown long is shared among the workers that come to it.
 TAKEN_AT_ONCE = 16
+
+
+async def refuse_old_broker(courier: Courier) -> None:
+    """Raise EngineRefused where the broker lacks what the intake asks of it; one that won't say passes."""
+    with suppress(ResponseError):
+        if await courier.ask("COMMAND", "INFO", TAKE, patience=math.inf) == [None]:
+            raise EngineRefused(
+                f"The broker doesn't know {TAKE}: BROKER_URL must name a Valkey, or a Redis from 7.0 on."
+            )
 
 
 class Intake(BlockingReader):
@@ -61,7 +74,7 @@ class Intake(BlockingReader):
         if self.is_over:
             return None
         at_once = min(room, TAKEN_AT_ONCE)
-        return await self.ask("BLMPOP", BLOCK_MS // 1000, 1, self.key, "RIGHT", "COUNT", at_once)
+        return await self.ask(TAKE, BLOCK_MS // 1000, 1, self.key, "RIGHT", "COUNT", at_once)
 
     def take_all(self, answer: Any) -> None:
         """Hand the messages on."""

@@ -34,7 +34,7 @@ from inference.worker.background import BackgroundWork, LentEngine, kinds_of_bac
 from inference.worker.completions import CompletionService
 from inference.worker.control import ControlReader
 from inference.worker.engine_life import EngineLife
-from inference.worker.intake import Intake
+from inference.worker.intake import Intake, refuse_old_broker
 from inference.worker.registry import Registration
 
 logger = structlog.get_logger(__name__)
@@ -145,6 +145,7 @@ class InferenceWorker:
             return engine
 
         self._courier = Courier(settings.BROKER_URL)
+        await refuse_old_broker(self._courier)
         self._life = EngineLife(
             start=start_engine,
             on_live=registration.mark_live,

