@@ -65,9 +65,9 @@ class FileDownload:
     def run(self) -> None:
         """Download what is missing. Raises AcsError: `corrupted_download` after two wrong files, `connection_failed`.
 
-        A file that is there already was whole when it got its name.
+        A file that is there already, and whole, is not fetched again.
         """
-        if self._path.exists() and self._path.stat().st_size == self._file.bytes:
+        if self._is_there():
             self._on_bytes(self._file.bytes)
             return
         for _ in range(2):
@@ -81,6 +81,12 @@ class FileDownload:
             f"{self._file.name} does not have the SHA-256 that the manifest says, downloaded twice.",
             code=CORRUPTED_DOWNLOAD,
         )
+
+    def _is_there(self) -> bool:
+        if not self._path.exists() or self._path.stat().st_size != self._file.bytes:
+            return False
+        with self._path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self._file.sha256
 
     def _fetch(self) -> str:
         """Fetch the rest of the file; the SHA-256 of all of it. Gives up after `patience_s` without a new byte."""

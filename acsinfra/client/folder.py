@@ -234,7 +234,10 @@ class Harvest(Sequence[PromptActivations]):
                 if not path.exists():
                     raise AcsError(f"{path} is missing.", code=HARVEST_INCOMPLETE)
                 if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
-                    raise AcsError(f"{path} does not have the SHA-256 of the manifest.", code=CORRUPTED_DOWNLOAD)
+                    raise AcsError(
+                        f"{path} does not have the SHA-256 of the manifest: delete it and harvest here again.",
+                        code=CORRUPTED_DOWNLOAD,
+                    )
 
 
 class LayerView(Sequence[Array]):
@@ -306,6 +309,17 @@ def _read_manifest(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AcsError(f"{path} cannot be read: {error}", code=CORRUPTED_DOWNLOAD) from error
     return manifest
+
+
+def has_every_file(folder: Path) -> bool:
+    """Whether a job's folder has its manifest and every file in it, by their sizes."""
+    try:
+        manifest = _read_manifest(folder)
+        sizes = {_file_name(shard): shard["bytes"] for shard in manifest["shards"]}
+        sizes[STATISTICS] = manifest["stats"]["bytes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (AcsError, OSError, KeyError, TypeError):
+        return False
 
 
 def _file_name(entry: Mapping[str, Any]) -> str:

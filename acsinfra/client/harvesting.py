@@ -13,6 +13,7 @@ from acsinfra.client import run_state
 from acsinfra.client.calls import HarvestOptions
 from acsinfra.client.corpus import PROMPTS_AT_MOST, Caps, check_prompt, may_be_split
 from acsinfra.client.errors import HARVEST_INCOMPLETE, STILL_WAITING, AcsError, invalid_argument
+from acsinfra.client.folder import has_every_file
 from acsinfra.client.job_files import Downloads
 from acsinfra.client.models import HarvestJob
 from acsinfra.client.run_state import Part, RunState
@@ -57,6 +58,8 @@ class HarvestRun:
         resubmit: bool = False,
         stop: threading.Event | None = None,
     ) -> None:
+        if isinstance(prompts, str):
+            raise invalid_argument("prompts must be a list of texts, not one text.", param="prompts")
         if not prompts:
             raise invalid_argument("There are no prompts.", param="prompts")
         for index, prompt in enumerate(prompts):
@@ -97,6 +100,8 @@ class HarvestRun:
             self._out, self._prompts, model=self._model, options=self._options, caps=self._caps
         )
         for part in self._state.parts:
+            if part.is_downloaded and not has_every_file(self._out / part.folder_name):
+                part.is_downloaded = False
             if part.status == "failed" or (part.status == "cancelled" and self._retry_cancelled):
                 part.begin_again()
         self._watcher.planned(self._state)

@@ -19,6 +19,8 @@ from acsinfra.client.errors import AcsError, invalid_argument
 
 FILE_NAME: Final = "harvest.json"
 VERSION: Final = 1
+# What a harvest asks for, of the fields of its state.
+REQUEST: Final = ("model", "options", "n_prompts", "corpus_sha256")
 
 
 @dataclass
@@ -65,6 +67,15 @@ class RunState:
     corpus_sha256: str
     parts: list[Part] = field(default_factory=list)
     version: int = VERSION
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether the server has none of it: nothing was sent, or all of it was refused."""
+        return all(part.job_id is None and part.submitted_at is None for part in self.parts)
+
+    def asks_the_same_as(self, other: "RunState") -> bool:
+        """Whether both are of the same request."""
+        return all(getattr(self, what) == getattr(other, what) for what in REQUEST)
 
     def split(self, part: Part) -> None:
         """Make two parts of one that is too large for a job."""
@@ -131,15 +142,16 @@ def begin_or_continue(
 ) -> RunState:
     """The state of this harvest, new or as an interrupted run left it.
 
-    Raises AcsError (`invalid_argument`) where the folder holds another harvest.
+    Another harvest in the folder gives way where the server refused all of it. Raises AcsError (`invalid_argument`)
+    where it did not.
     """
     wanted = RunState(model, describe_options(options), len(prompts), corpus_sha256(prompts))
     found = load_state(folder)
-    if found is None:
+    if found is None or (found.is_unsent and not found.asks_the_same_as(wanted)):
         wanted.parts = [Part(piece.start, len(piece), new_key()) for piece in split_corpus(prompts, caps)]
         save_state(folder, wanted)
         return wanted
-    for what in ("model", "options", "n_prompts", "corpus_sha256"):
+    for what in REQUEST:
         if getattr(found, what) != getattr(wanted, what):
             words = {"corpus_sha256": "prompts", "n_prompts": "prompts"}.get(what, what)
             raise invalid_argument(

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from acsinfra.client.client import Client
-from acsinfra.client.errors import invalid_argument
+from acsinfra.client.errors import CORRUPTED_DOWNLOAD, AcsError, invalid_argument
 from acsinfra.client.shards import read_directions
 from acsinfra.client.tensors import Array, encode_tensor
 
@@ -24,6 +24,10 @@ FieldOption = Annotated[
 BASE_URL: dict[str, str | None] = {"base_url": None}
 
 
+# No model has as many; a longer range is a slip.
+LAYER_AT_MOST: Final = 9_999
+
+
 def connect(**options: Any) -> Client:
     """The client of the environment, or of `acs --base-url`."""
     return Client(BASE_URL["base_url"], **options)
@@ -38,7 +42,12 @@ def read_layers(text: str | None) -> list[int] | str | None:
         first, dash, last = piece.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
             raise invalid_argument(f'--layers must be like "8,16,24", "0-3" or "all", not {text!r}.', param="layers")
-        layers += range(int(first), int(last or first) + 1)
+        low, high = int(first), int(last or first)
+        if not low <= high <= LAYER_AT_MOST:
+            raise invalid_argument(
+                f"--layers must ascend within 0 to {LAYER_AT_MOST:,} in {piece.strip()!r}.", param="layers"
+            )
+        layers += range(low, high + 1)
     return layers
 
 
@@ -65,8 +74,12 @@ def read_tensor(text: str) -> Array:
         return read_directions(Path(path), name=name or None)
     except FileNotFoundError:
         raise invalid_argument(f"{path} is not there.") from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise invalid_argument(f"{path} cannot be read: {error}") from None
+    except AcsError as error:
+        if error.code == CORRUPTED_DOWNLOAD:
+            raise invalid_argument(str(error)) from None
+        raise
 
 
 def wire_directions(text: str) -> dict[str, Any]:

@@ -107,6 +107,37 @@ def test_killed_wherever_it_is_the_same_command_goes_on_and_each_job_is_charged_
         assert len(client.harvest_jobs(limit=100)) == 6
 
 
+def test_files_that_were_lost_or_damaged_are_fetched_again(harvest_stack: Stack, corpus: Path, tmp_path: Path) -> None:
+    user = harvest_stack.new_user()
+    acs = command_of(harvest_stack, user)
+    out = tmp_path / "harvest"
+    arguments = ("harvest", corpus, "--model", "tiny", "--job-size", "12", "--shard-size", "4", "--out", out)
+    summary = acs.json(*arguments)
+    files, charged = files_of(out), used_tokens(harvest_stack, user)
+    first, second = (out / f"prompts_{number:09}" for number in (0, 12))
+    (first / "shard_00001.safetensors").unlink()
+    (first / "shard_00000.safetensors").write_bytes(b"cut")
+    flip_last_byte(first / "shard_00002.safetensors")
+    (second / "manifest.json").write_bytes(b"{")
+    assert acs.json(*arguments) == summary
+    assert files_of(out) == files
+    shutil.rmtree(second)
+    assert acs.json(*arguments) == summary
+    assert files_of(out) == files
+    assert used_tokens(harvest_stack, user) == charged
+    flip_last_byte(first / "shard_00002.safetensors")
+    assert "delete it" in acs.json("verify", out, exit_code=7)["error"]["message"]
+    job = summary["jobs"][0]["job_id"]
+    acs.json("jobs", "download", job, "--out", first)
+    assert files_of(out) == files
+
+
+def flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_directions_of_a_file_give_projections_of_what_the_async_client_harvests(
     harvest_stack: Stack, corpus: Path, tmp_path: Path
 ) -> None:

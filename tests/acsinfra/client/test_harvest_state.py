@@ -8,6 +8,7 @@ import pytest
 from filelock import FileLock
 
 from acsinfra.client import AcsError, Client
+from acsinfra.client.cli.options import read_layers, read_tensor
 from acsinfra.client.cli.progress import ProgressBars
 from acsinfra.client.corpus import Caps
 from acsinfra.client.harvesting import HarvestRun
@@ -40,6 +41,8 @@ def test_the_state_is_read_as_it_was_written_and_only_for_the_same_harvest(tmp_p
     assert [(part.first, part.n_prompts) for part in state.parts] == [(0, 2), (2, 1)]
     assert len({part.idempotency_key for part in state.parts}) == 2
     assert begin(tmp_path, caps=Caps()) == state == load_state(tmp_path)
+    state.parts[0].submitted_at = time.time()
+    save_state(tmp_path, state)
     others: list[dict[str, Any]] = [
         {"prompts": [*PROMPTS, "four"]},
         {"prompts": PROMPTS[::-1]},
@@ -54,6 +57,36 @@ def test_the_state_is_read_as_it_was_written_and_only_for_the_same_harvest(tmp_p
         with pytest.raises(AcsError) as refused:
             begin(tmp_path)
         assert refused.value.code == "invalid_argument"
+
+
+def test_a_harvest_that_the_server_has_none_of_gives_way_to_another(tmp_path: Path) -> None:
+    refused = begin(tmp_path, options={"layers": [99]})
+    state = begin(tmp_path)
+    assert (state.options, state.is_unsent) == ({"layers": [1]}, True)
+    assert state.parts[0].idempotency_key != refused.parts[0].idempotency_key
+    assert load_state(tmp_path) == state
+
+
+@pytest.mark.parametrize("text", ["3-1", "0-1000000000", "10000", "1,", "-1", "a"])
+def test_layers_that_are_none_are_refused_before_a_list_is_made(text: str) -> None:
+    with pytest.raises(AcsError) as refused:
+        read_layers(text)
+    assert (refused.value.code, refused.value.param) == ("invalid_argument", "layers")
+
+
+def test_a_directions_file_that_is_none_is_wrong_usage(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "x.npy"):
+        (tmp_path / name).write_bytes(b"not a tensor")
+        with pytest.raises(AcsError) as refused:
+            read_tensor(str(tmp_path / name))
+        assert refused.value.code == "invalid_argument"
+
+
+def test_one_text_is_not_a_corpus_of_its_letters(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(AcsError) as refused:
+        client.harvest("hello", tmp_path, model="tiny")
+    assert (refused.value.code, refused.value.param) == ("invalid_argument", "prompts")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_submit_whose_answer_never_came_has_the_same_key_again(client: Client, tmp_path: Path) -> None:
