@@ -41,6 +41,12 @@ def files_client(n_connections: int) -> httpx.Client:
     return httpx.Client(timeout=timeout, limits=limits, follow_redirects=True)
 
 
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class FileDownload:
     """The download of one file into `folder`: `NAME.part` until it is whole and its hash is right, then `NAME`."""
 
@@ -83,10 +89,11 @@ class FileDownload:
         )
 
     def _is_there(self) -> bool:
-        if not self._path.exists() or self._path.stat().st_size != self._file.bytes:
-            return False
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == self._file.sha256
+        return (
+            self._path.exists()
+            and self._path.stat().st_size == self._file.bytes
+            and file_sha256(self._path) == self._file.sha256
+        )
 
     def _fetch(self) -> str:
         """Fetch the rest of the file; the SHA-256 of all of it. Gives up after `patience_s` without a new byte."""

@@ -1,6 +1,5 @@
 """A harvest on the disk, opened: nothing is read before it is looked at, and nothing is copied that need not be."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from acsinfra.client.batches import DEFAULT_BUFFER, TokenBatch, token_batches
+from acsinfra.client.downloads import file_sha256
 from acsinfra.client.errors import CORRUPTED_DOWNLOAD, HARVEST_INCOMPLETE, AcsError, invalid_argument
 from acsinfra.client.job_files import MANIFEST, STATISTICS
 from acsinfra.client.run_state import FILE_NAME, load_state
@@ -233,7 +233,7 @@ class Harvest(Sequence[PromptActivations]):
             for path, entry in [*entries, (job.folder / STATISTICS, job.manifest["stats"])]:
                 if not path.exists():
                     raise AcsError(f"{path} is missing.", code=HARVEST_INCOMPLETE)
-                if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+                if path.stat().st_size != entry["bytes"] or file_sha256(path) != entry["sha256"]:
                     raise AcsError(
                         f"{path} does not have the SHA-256 of the manifest: delete it and harvest here again.",
                         code=CORRUPTED_DOWNLOAD,
@@ -331,8 +331,3 @@ def _place(layers: tuple[int, ...], layer: int) -> int:
         return layers.index(layer)
     except ValueError:
         raise invalid_argument(f"Layer {layer} was not harvested, but {list(layers)}.", param="layer") from None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
